@@ -1,0 +1,48 @@
+# `make demo` and `make test` need Python, git and make; everything else is set up on first use.
+PYTHON ?= python3
+MODEL ?= smollm2
+TP ?= 2
+PORT ?= 8000
+BENCH ?= sketch
+ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: help venv demo serve test lint bench clean
+
+help: ## show this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+
+venv: $(STAMP) ## make .venv with everything in it (the other targets do it too)
+
+# torch comes first: DeepSpeed is built against it. A CUDA build of torch brings the triton that it needs.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(INSTALL) pip torch setuptools ninja
+	$(BIN)/python -c "import triton" 2>/dev/null || $(INSTALL) triton==3.9.0
+	$(INSTALL) --no-build-isolation -e ".[bench,deepspeed,dev,mpi,test]"
+	touch $@
+
+demo: $(STAMP) ## one long prompt through the server, resolve beside dense
+	$(BIN)/python -m oasis_tp.bench.demo $(ARGS)
+
+serve: $(STAMP) ## the HTTP server: MODEL=smollm2 TP=2 PORT=8000 ARGS=...
+	$(BIN)/torchrun --standalone --nproc_per_node $(TP) -m oasis_tp.serve --model $(MODEL) --port $(PORT) $(ARGS)
+
+test: $(STAMP) ## the tests; the model that some of them need is fetched first
+	$(BIN)/python -c "from oasis_tp.models.hub import resolve_model; resolve_model('smollm2', None)"
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP) ## a measurement: BENCH=sketch MODEL=smollm2 ARGS=...
+	$(BIN)/python -m oasis_tp.bench $(BENCH) --model $(MODEL) $(ARGS)
+
+clean: ## remove .venv and what tools left behind
+	rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	find oasis_tp kernels launcher tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,160 @@
+"""The slow truth: what every kernel and fast path must agree with. Loops are welcome, float64 throughout.
+
+Imports nothing of oasis_tp.
+"""
+
+import math
+
+import torch
+
+# Sketches. A sealed block has B tokens; `n` blocks, H KV heads, G query heads per KV head, D channels.
+
+TWO_BIT_LEVELS = (-10, -3, 3, 10)  # in units of 0.151 rms: Lloyd-Max's -1.510, -0.453, 0.453, 1.510
+ONE_BIT_LEVELS = (-1, 1)
+FP16_MAX = 65504.0
+
+
+def rotation(signs: list[int]) -> torch.Tensor:
+    """[D, D] float64, so that x @ rotation is the rotated x: random signs, then Hadamard blocks in descending powers
+    of two; H[i, j] = (-1)^popcount(i & j) / sqrt(width)."""
+    head_dim = len(signs)
+    matrix = torch.zeros(head_dim, head_dim, dtype=torch.float64)
+    start = 0
+    while start < head_dim:
+        width = 1
+        while start + 2 * width <= head_dim:
+            width *= 2
+        for i in range(width):
+            for j in range(width):
+                matrix[start + i, start + j] = (-1) ** (i & j).bit_count() / math.sqrt(width) * signs[start + i]
+        start += width
+    return matrix
+
+
+def quantise_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whole numbers [D] in -127..127 and one scale that fp16 holds, for x [D]; zeros stay zeros."""
+    scale = (x.abs().max() / 127).half().double()
+    if scale == 0:
+        return torch.zeros_like(x), scale
+    return (x / scale).round().clamp(-127, 127), scale
+
+
+def encode_residual(residual: torch.Tensor, levels: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The nearest of `levels` for each channel of a rotated residual [D], and the scale (fp16) of <r, r̂> = <r, r>."""
+    rms = residual.square().mean().sqrt()
+    unit = 0.151 * rms if levels == TWO_BIT_LEVELS else rms
+    chosen = torch.zeros_like(residual)
+    for channel, value in enumerate(residual):
+        chosen[channel] = min(levels, key=lambda level: (abs(value - level * unit), level))
+    projection = residual @ chosen
+    if projection == 0:
+        return chosen, torch.zeros((), dtype=torch.float64)
+    return chosen, (residual.square().sum() / projection).clamp(max=FP16_MAX).half().double()
+
+
+def seal_residual(
+    k: torch.Tensor, v: torch.Tensor, signs: list[int], levels: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Residual coding of full blocks k, v [n, H, B, D], all float64.
+
+    Returns:
+        levels [n, H, B, D], token scales [n, H, B], means [n, H, K|V, D] in steps, mean scales [n, H, K|V].
+    """
+    n, num_kv_heads, block_size, head_dim = k.shape
+    k = k.double().clamp(-FP16_MAX, FP16_MAX)
+    v = v.double().clamp(-FP16_MAX, FP16_MAX)
+    rotate = rotation(signs)
+    chosen = torch.full_like(k, math.nan)
+    token_scales = torch.full((n, num_kv_heads, block_size), math.nan, dtype=torch.float64)
+    means = torch.full((n, num_kv_heads, 2, head_dim), math.nan, dtype=torch.float64)
+    mean_scales = torch.full((n, num_kv_heads, 2), math.nan, dtype=torch.float64)
+    for b in range(n):
+        for h in range(num_kv_heads):
+            means[b, h, 0], mean_scales[b, h, 0] = quantise_int8(k[b, h].mean(0))
+            means[b, h, 1], mean_scales[b, h, 1] = quantise_int8(v[b, h].mean(0))
+            for t in range(block_size):
+                residual = (k[b, h, t] - means[b, h, 0] * mean_scales[b, h, 0]) @ rotate
+                chosen[b, h, t], token_scales[b, h, t] = encode_residual(residual, levels)
+    return chosen, token_scales, means, mean_scales
+
+
+def score_residual(
+    q: torch.Tensor,
+    chosen: torch.Tensor,
+    token_scales: torch.Tensor,
+    means: torch.Tensor,
+    mean_scales: torch.Tensor,
+    signs: list[int],
+) -> torch.Tensor:
+    """Logsumexp over each block's tokens of the estimated q·k / sqrt(D), for q [H, G, D] -> [H, G, n]."""
+    n, num_kv_heads, block_size, head_dim = chosen.shape
+    rotate = rotation(signs)
+    scores = torch.full((num_kv_heads, q.shape[1], n), math.nan, dtype=torch.float64)
+    for h in range(num_kv_heads):
+        for g in range(q.shape[1]):
+            query = q[h, g].double()
+            for b in range(n):
+                coarse = query @ (means[b, h, 0] * mean_scales[b, h, 0])
+                logits = [
+                    (coarse + (query @ rotate) @ chosen[b, h, t] * token_scales[b, h, t]) / math.sqrt(head_dim)
+                    for t in range(block_size)
+                ]
+                scores[h, g, b] = torch.stack(logits).logsumexp(0)
+    return scores
+
+
+def score_minmax(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Quest's bound sum_d max(q_d min_d, q_d max_d) / sqrt(D) + log B for k [n, H, B, D], q [H, G, D] -> [H, G, n].
+
+    Minimum and maximum are rounded to bfloat16, to nearest: the bound holds up to that rounding.
+    """
+    n, num_kv_heads, block_size, head_dim = k.shape
+    scores = torch.full((num_kv_heads, q.shape[1], n), math.nan, dtype=torch.float64)
+    for h in range(num_kv_heads):
+        for g in range(q.shape[1]):
+            for b in range(n):
+                keys = k[b, h].float().clamp(-FP16_MAX, FP16_MAX)
+                low = keys.min(0).values.bfloat16().double()
+                high = keys.max(0).values.bfloat16().double()
+                bound = torch.maximum(q[h, g].double() * low, q[h, g].double() * high).sum()
+                scores[h, g, b] = bound / math.sqrt(head_dim) + math.log(block_size)
+    return scores
+
+
+def tail(
+    q: torch.Tensor, means: torch.Tensor, mean_scales: torch.Tensor, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whole blocks at their mean: logits q·mean key / sqrt(D) + log B [H, G, n] and mean values [H, n, D]."""
+    n, num_kv_heads, _, head_dim = means.shape
+    logits = torch.full((num_kv_heads, q.shape[1], n), math.nan, dtype=torch.float64)
+    values = torch.full((num_kv_heads, n, head_dim), math.nan, dtype=torch.float64)
+    for h in range(num_kv_heads):
+        for b in range(n):
+            values[h, b] = means[b, h, 1] * mean_scales[b, h, 1]
+            for g in range(q.shape[1]):
+                mean_key = means[b, h, 0] * mean_scales[b, h, 0]
+                logits[h, g, b] = q[h, g].double() @ mean_key / math.sqrt(head_dim) + math.log(block_size)
+    return logits, values
+
+
+# Selection.
+
+
+def group_scores(block_scores: torch.Tensor) -> torch.Tensor:
+    """[H, G, n] -> [H, n]: per query head the log share of the candidates' mass, then the largest over the group."""
+    num_kv_heads, group, n = block_scores.shape
+    best = torch.full((num_kv_heads, n), -math.inf, dtype=torch.float64)
+    for h in range(num_kv_heads):
+        for g in range(group):
+            scores = block_scores[h, g].double()
+            best[h] = torch.maximum(best[h], scores - scores.logsumexp(0))
+    return best
+
+
+def top_blocks(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """[H, n] -> [H, min(k, n)] int64: the k best positions, equal scores to the lower one, in ascending order."""
+    rows = []
+    for row in scores.tolist():
+        best = sorted(range(len(row)), key=lambda position: (-row[position], position))[:k]
+        rows.append(sorted(best))
+    return torch.tensor(rows, dtype=torch.int64).reshape(scores.shape[0], -1)

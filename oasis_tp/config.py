@@ -1,0 +1,120 @@
+"""Configuration: one frozen section per subject; flags, YAML and `--help` are generated from it.
+
+A field's docstring (the string under it) is its help text. Sections hold what the user asked for; what follows
+from it (capacities, shards, layouts) is derived elsewhere, once, at start.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+AttentionMode = Literal["dense", "resolve"]
+SketchKind = Literal["2bit", "1bit", "minmax"]
+HotFactor = float | Literal["auto"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Which model is loaded, and how."""
+
+    model: str = "smollm2"
+    """A directory with safetensors, a .gguf file, a Hugging Face id, or the alias `smollm2`."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of weights and KV. `auto`: the checkpoint's own on CUDA, float32 on the CPU."""
+    max_model_len: int | None = None
+    """Longest prompt plus output in tokens (suffixes k, K, m, M allowed). Default: the model's own window."""
+    served_model_name: tuple[str, ...] = ()
+    """Names the API answers to. Default: the value of --model."""
+    chat_template: str | None = None
+    """A Jinja file used in place of the model's own chat template."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hugging Face id."""
+    seed: int = 0
+    """Base seed for requests that bring none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """How ranks share the work."""
+
+    tensor_parallel_size: int | None = None
+    """Number of ranks that share the model. Default: the world size; any other value is refused."""
+    distributed_timeout_seconds: int = 600
+    """How long a rank waits for the others in a collective before the job fails."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs. `auto`: CUDA when there is a GPU."""
+    comm: Literal["auto", "nccl", "shm", "gloo"] = "auto"
+    """All-reduce: NCCL on CUDA; on the CPU DeepSpeed's shared memory where ranks fit the cores, else gloo."""
+    check_ranks: bool = False
+    """Debugging: compare a hash of every step's plan over the ranks and stop on the first difference."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryConfig:
+    """How much memory each KV tier gets. All sizes are per rank."""
+
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory that may be planned when --device-kv-gb is not given (CUDA only)."""
+    device_kv_gb: float | None = None
+    """GiB per rank for device KV pages. Default on the CPU: a quarter of the available memory over the local ranks."""
+    host_kv_gb: float | None = None
+    """GiB per rank for the host tier. 0: no host tier, everything resident. Default: half the available memory
+    over the local ranks."""
+    block_size: Literal[16, 32, 64] = 16
+    """Tokens per KV block."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SparsityConfig:
+    """What a decoded token attends. A request may bring its own."""
+
+    attention: AttentionMode = "resolve"
+    """`dense`: every token, everything resident. `resolve`: the budget's best blocks, fetched exactly when needed."""
+    budget_tokens: int = 1024
+    """Tokens selected per row, layer and KV head, besides sink and recent ones."""
+    recent_tokens: int = 128
+    """Tokens before the current block that are always attended."""
+    sink_blocks: int = 1
+    """First blocks of the context that are always attended."""
+    hot_factor: HotFactor = "auto"
+    """Budgets' worth of blocks that stay on the device per request. `auto`: what the pages allow."""
+    sketch: SketchKind = "2bit"
+    """Stand-in for a block's keys that the selection scores."""
+    tail_estimate: bool = True
+    """Let blocks that were not selected contribute their mean value at their mean key's weight
+    (sketches 2bit and 1bit)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchingConfig:
+    """How many requests and tokens share a step."""
+
+    max_num_seqs: int = 16
+    """Requests that may run at once."""
+    max_num_batched_tokens: int = 1024
+    """Most tokens one forward pass takes: decoded tokens first, prompt chunks in what is left."""
+    max_num_queued_reqs: int = 1024
+    """Requests that may wait; further ones are refused."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerConfig:
+    """The HTTP server."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 8000
+    """Port to listen on; 0 picks a free one and prints it."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe log line that is printed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """Everything one engine is started with."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    sparsity: SparsityConfig = field(default_factory=SparsityConfig)
+    batching: BatchingConfig = field(default_factory=BatchingConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)

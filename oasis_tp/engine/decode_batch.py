@@ -1,0 +1,71 @@
+"""What the decoded rows of a step need: a request's tensors on this rank, and the step's view of them."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from oasis_tp.kv.layout import SelectionLayout
+from oasis_tp.sparse.sketch import Sketch
+
+
+@dataclass(slots=True)
+class RowStats:
+    """What one request's decoding did on this rank. Tensors stay on the device until the request ends."""
+
+    missed_mass: torch.Tensor  # [] fp32, summed over rows, layers and local query heads
+    missed_mass_count: int = 0
+    selected_blocks: int = 0
+    missed_blocks: int = 0
+    attended_tokens: int = 0
+    context_tokens: int = 0
+
+
+@dataclass(slots=True)
+class RowState:
+    """A running request on this rank. Slot i is page `pages[i]`; without eviction (`resident`) slot i is block i."""
+
+    row: int
+    selection: SelectionLayout
+    pages: torch.Tensor  # [num_slots] int64
+    host_blocks: torch.Tensor  # [total blocks] int64, model's device
+    host_blocks_cpu: torch.Tensor  # the same on the CPU
+    resident: bool
+    sketch: Sketch | None
+    use_tail: bool
+    stats: RowStats
+    open_block: int = -1
+    """The newest block that has a slot."""
+
+    @property
+    def num_slots(self) -> int:
+        return self.pages.numel()
+
+
+@dataclass(slots=True)
+class DecodeRow:
+    """One row of a step: a token at `position` of its request, and which blocks it attends by position alone."""
+
+    state: RowState
+    position: int
+    candidates: tuple[int, int]
+    sink_blocks: torch.Tensor  # [local_kv_head, sink] int64
+    recent_blocks: torch.Tensor  # [local_kv_head, n] int64, the open block last
+
+    @property
+    def block(self) -> int:
+        return self.position // self.state.selection.block_size
+
+    @property
+    def selects(self) -> bool:
+        """There are more candidates than the budget; else the row attends everything."""
+        first, last = self.candidates
+        return self.state.selection.budget is not None and last - first > self.state.selection.budget
+
+
+@dataclass(slots=True)
+class DecodeBatch:
+    """The decoded rows of one step, in plan order, and where their tokens' K/V go."""
+
+    rows: list[DecodeRow] = field(default_factory=list)
+    open_pages: torch.Tensor | None = None  # [layer, row, local_kv_head] int64
+    offsets: torch.Tensor | None = None  # [row] int64, position inside the block

@@ -1,0 +1,248 @@
+"""Engine: the loop that every rank runs. Exchange, plan, run, commit."""
+
+import json
+import queue
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+
+import torch
+
+from oasis_tp.config import Config, SketchKind, SparsityConfig
+from oasis_tp.engine.plan import StepPlan
+from oasis_tp.engine.report import EngineStats, kv_stats
+from oasis_tp.engine.sampler import Sampled
+from oasis_tp.engine.scheduler import Scheduler
+from oasis_tp.engine.startup import Started, start
+from oasis_tp.kv.layout import RUN_BLOCKS
+from oasis_tp.request import FinishReason, Request, RequestSpec, SamplingParams, TokenOutput
+
+IDLE_SECONDS = 0.5
+"""An idle rank 0 exchanges at least this often, so that waiting ranks know it lives."""
+
+
+class QueueFullError(ValueError):
+    """More requests wait than --max-num-queued-reqs allows."""
+
+
+class Engine:
+    """One rank's engine. Every rank constructs it and runs the same loop; rank 0 takes requests in and gives text out.
+
+    `submit`, `abort`, `stop` and `stats` may be called from any thread; `on_output` is called on the loop's thread
+    after each step that produced something, on every rank with the same events (logprobs at rank 0 only).
+    """
+
+    def __init__(self, config: Config, started: Started) -> None:
+        limits = started.limits
+        self.config = config
+        self.runner = started.runner
+        self.tp = started.runner.tp
+        self.model_dir = started.model_dir
+        self.scheduler = Scheduler(limits)
+        self.max_model_len = limits.max_model_len
+        self.vocab_size = self.runner.model.arch.vocab_size
+        self.eos_token_ids = tuple(sorted(limits.eos_token_ids))
+        self.on_output: Callable[[list[TokenOutput]], None] = lambda outputs: None
+        self._inbox: queue.SimpleQueue[RequestSpec | int | None] = queue.SimpleQueue()
+        self._stopping = False
+        self._stats = EngineStats(kv_pages_total=limits.num_pages, host_blocks_total=limits.num_host_blocks)
+
+    @classmethod
+    def create(
+        cls, config: Config, *, extra_sketches: Sequence[SketchKind] = (), init_method: str | None = None
+    ) -> "Engine":
+        """Join the ranks, load the model, plan memory and print what fits (see engine/startup.py). Collective."""
+        return cls(config, start(config, tuple(extra_sketches), init_method))
+
+    def submit(self, spec: RequestSpec) -> None:
+        """Queue a request. What rank 0 queues counts; on the other ranks this only checks it.
+
+        Raises:
+            ValueError: it could never run; the message is fit for the user.
+            QueueFullError: too many are waiting.
+        """
+        outside = [token for token in spec.prompt_ids if not 0 <= token < self.vocab_size]
+        if outside:
+            raise ValueError(f"prompt has token id {outside[0]}; this model's ids are 0 to {self.vocab_size - 1}")
+        request = self.scheduler.make_request(spec)
+        wanted = request.sparsity
+        if wanted.attention != "dense" and wanted.sketch not in self.runner.cache.sketches:
+            kept = ", ".join(self.runner.cache.sketches) or "none"
+            raise ValueError(
+                f"attention {wanted.attention} with sketch {wanted.sketch}: this engine keeps {kept}; start it with "
+                f"--attention resolve --sketch {wanted.sketch}"
+            )
+        limit = self.config.batching.max_num_queued_reqs
+        if len(self.scheduler.waiting) + self._inbox.qsize() >= limit:
+            raise QueueFullError(f"{limit} requests are waiting (--max-num-queued-reqs); try again later")
+        if self.tp.rank == 0:
+            self._inbox.put(spec)
+
+    def abort(self, request_id: int) -> None:
+        """End a request, or the hold on a prompt, before the next step. Unknown ids are ignored."""
+        if self.tp.rank == 0:
+            self._inbox.put(request_id)
+
+    def stop(self) -> None:
+        """Leave `run` before the next step, on every rank (rank 0)."""
+        self._stopping = True
+        self._inbox.put(None)
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    @property
+    def has_work(self) -> bool:
+        """Requests wait or run; the same on every rank between steps."""
+        return self.scheduler.has_work
+
+    def run(self) -> None:
+        """Step until `stop`; then every open request ends with an abort."""
+        try:
+            while self.step(wait=True):
+                pass
+            open_requests = [*self.scheduler.running.values(), *self.scheduler.waiting]
+            self._emit([TokenOutput(request_id=r.request_id, finish_reason=FinishReason.ABORT) for r in open_requests])
+        except BaseException as error:
+            self._stats = replace(
+                self._stats, dead=f"{type(error).__name__} on rank {self.tp.rank}, step {self._stats.steps}"
+            )
+            raise
+
+    def step(self, wait: bool = False) -> bool:
+        """One step on every rank; False once rank 0 asked to stop. With `wait` an idle rank 0 waits for requests."""
+        news, stopping = self._exchange(wait)
+        outputs = self._take(news)
+        if stopping:
+            self._emit(outputs)
+            return False
+        plan = self.scheduler.plan()
+        if not plan.is_empty:
+            if self.config.parallel.check_ranks:
+                self._compare_plans(plan)
+            sampled = self.runner.run(plan, self.scheduler)
+            ended = self.scheduler.commit(plan, sampled.token_ids)
+            outputs += self._report(plan, sampled, ended)
+        self._count(plan)
+        self._emit(outputs)
+        return True
+
+    def check_integrity(self) -> None:
+        """Every pool and table is consistent. Call between steps."""
+        self.scheduler.check_integrity()
+        for state in self.runner.states.values():
+            if not state.resident:
+                self.runner.cache.residency.check_row(state.row)
+
+    def _exchange(self, wait: bool) -> tuple[list[RequestSpec | int], bool]:
+        """Rank 0's news to every rank: requests, and ids to abort, in order. A fixed header, a payload if any."""
+        payload = b""
+        if self.tp.rank == 0:
+            news = self._drain(wait and not self.has_work and not self._stopping)
+            if news:
+                payload = json.dumps([item if isinstance(item, int) else asdict(item) for item in news]).encode()
+        if self.tp.size == 1:
+            return _decode(payload), self._stopping
+        header = self.tp.broadcast(torch.tensor([len(payload), int(self._stopping)], dtype=torch.int64))
+        num_bytes, stopping = header.tolist()
+        if num_bytes:
+            data = torch.frombuffer(bytearray(payload or bytes(num_bytes)), dtype=torch.uint8)
+            payload = self.tp.broadcast(data).numpy().tobytes()
+        return _decode(payload), bool(stopping)
+
+    def _drain(self, wait: bool) -> list[RequestSpec | int]:
+        news: list[RequestSpec | int] = []
+        try:
+            if wait:
+                first = self._inbox.get(timeout=IDLE_SECONDS)
+                news += [] if first is None else [first]
+            while True:
+                item = self._inbox.get_nowait()
+                news += [] if item is None else [item]
+        except queue.Empty:
+            return news
+
+    def _take(self, news: list[RequestSpec | int]) -> list[TokenOutput]:
+        outputs = []
+        for item in news:
+            if isinstance(item, RequestSpec):
+                self.scheduler.add(item)
+                continue
+            for request in self.scheduler.abort(item):
+                self.runner.sampler.forget(item)
+                outputs.append(TokenOutput(request_id=request.request_id, finish_reason=FinishReason.ABORT))
+        return outputs
+
+    def _report(self, plan: StepPlan, sampled: Sampled, ended: list[Request]) -> list[TokenOutput]:
+        """The step's events. Ranks know alike who ended, so their tier statistics can be summed here."""
+        stats_of_ended = kv_stats(self.runner, ended)
+        kv = {request.request_id: stats for request, stats in zip(ended, stats_of_ended, strict=True)}
+        self._stats = replace(
+            self._stats,
+            selected_blocks=self._stats.selected_blocks + sum(stats.selected_blocks for stats in stats_of_ended),
+            missed_blocks=self._stats.missed_blocks + sum(stats.missed_blocks for stats in stats_of_ended),
+        )
+        outputs = []
+        logprobs = sampled.logprobs or [None] * len(sampled.token_ids)
+        for request, token_id, logprob in zip(plan.sampled, sampled.token_ids, logprobs, strict=True):
+            reason = request.finish_reason
+            if reason is not None:
+                self.runner.sampler.forget(request.request_id)
+            outputs.append(
+                TokenOutput(
+                    request_id=request.request_id,
+                    token_id=token_id if token_id >= 0 else None,
+                    logprobs=logprob,
+                    finish_reason=reason,
+                    kv=kv.get(request.request_id),
+                    error=None if token_id >= 0 else "the model's output for this request was not a finite number",
+                )
+            )
+        return outputs
+
+    def _count(self, plan: StepPlan) -> None:
+        scheduler, transfers, before = self.scheduler, self.runner.cache.transfers, self._stats
+        self._stats = replace(
+            before,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            kv_pages_used=scheduler.pages.num_pages - scheduler.pages.num_free,
+            host_blocks_used=(scheduler.runs.num_runs - scheduler.runs.num_free) * RUN_BLOCKS,
+            prompt_tokens=before.prompt_tokens + sum(chunk.stop - chunk.start for chunk in plan.prefill),
+            generation_tokens=before.generation_tokens + len(plan.sampled),
+            host_to_device_bytes=transfers.host_to_device_bytes if transfers else 0,
+            device_to_host_bytes=transfers.device_to_host_bytes if transfers else 0,
+            steps=before.steps + (not plan.is_empty),
+            last_step_time=time.monotonic(),
+        )
+
+    def _emit(self, outputs: list[TokenOutput]) -> None:
+        if outputs:
+            self.on_output(outputs)
+
+    def _compare_plans(self, plan: StepPlan) -> None:
+        mine = plan.fingerprint()
+        if self.tp.min_over_ranks([mine]) != self.tp.max_over_ranks([mine]):
+            raise RuntimeError(
+                f"ranks disagree on the plan of step {self._stats.steps}; rank {self.tp.rank} has {mine:08x}"
+            )
+
+
+def _decode(payload: bytes) -> list[RequestSpec | int]:
+    news: list[RequestSpec | int] = []
+    for item in json.loads(payload) if payload else []:
+        if isinstance(item, int):
+            news.append(item)
+            continue
+        sampling = item.pop("sampling")
+        for key in ("stop", "stop_token_ids"):
+            sampling[key] = tuple(sampling[key])
+        sparsity = item.pop("sparsity")
+        news.append(
+            RequestSpec(
+                **{**item, "prompt_ids": tuple(item["prompt_ids"])},
+                sampling=SamplingParams(**sampling),
+                sparsity=SparsityConfig(**sparsity) if sparsity else None,
+            )
+        )
+    return news

@@ -1,0 +1,307 @@
+"""KvCache: what the tiers do for a request on this rank, from its prompt's first chunk to its last token."""
+
+from dataclasses import dataclass
+
+import torch
+
+from oasis_tp.config import SketchKind
+from oasis_tp.engine.decode_batch import DecodeBatch, DecodeRow, RowState, RowStats
+from oasis_tp.kv.device_pool import DevicePool
+from oasis_tp.kv.host_tier import HostTier
+from oasis_tp.kv.layout import Capacity, KvLayout, SelectionLayout
+from oasis_tp.kv.residency import Residency
+from oasis_tp.kv.transfers import Transfers
+from oasis_tp.nn.attention import attend_blocks, attend_chunk
+from oasis_tp.request import Request
+from oasis_tp.sparse.select import rank_blocks, select_blocks
+from oasis_tp.sparse.sketch import Sketch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheShape:
+    """How large one rank's tiers are."""
+
+    layout: KvLayout
+    capacity: Capacity
+    host_tier: bool
+    max_model_len: int
+    max_num_seqs: int
+    max_slots: int
+    sketches: tuple[SketchKind, ...]
+
+
+class KvCache:
+    """Device pages, host tier, sketches and residency of one rank.
+
+    A prompt's chunks go to the host tier (or, without one, straight to pages) layer by layer; `begin_decode` brings in
+    the first hot set; each decoded row then attends exactly the blocks its own query selects, fetching what is not
+    resident; a block whose last token is committed is sealed: sketched and written through.
+
+    `recall` False makes rows attend only what is resident: a control for measurements, never an engine mode.
+    """
+
+    def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
+        layout, capacity = shape.layout, shape.capacity
+        self.layout = layout
+        self.device = device
+        self.recall = True
+        self.pool = DevicePool(layout, capacity.num_pages, dtype, device)
+        self.transfers: Transfers | None = None
+        if shape.host_tier:
+            host = HostTier(layout, capacity.num_host_blocks, dtype, pin=device.type == "cuda")
+            self.transfers = Transfers(self.pool, host)
+        self.sketches = {
+            kind: Sketch(
+                kind,
+                num_layers=layout.num_layers,
+                num_blocks=capacity.num_host_blocks,
+                num_kv_heads=layout.num_kv_heads,
+                head_dim=layout.head_dim,
+                block_size=layout.block_size,
+                device=device,
+            )
+            for kind in shape.sketches
+        }
+        self.residency = Residency(
+            num_layers=layout.num_layers,
+            num_rows=shape.max_num_seqs,
+            num_heads=layout.num_kv_heads,
+            max_slots=shape.max_slots,
+            max_blocks=layout.num_blocks(shape.max_model_len),
+            device=device,
+        )
+        # One layer's K and V of the prompt being prefilled: [K|V, local_kv_head, tokens, head_dim]
+        padded = layout.num_blocks(shape.max_model_len) * layout.block_size
+        self._prompt_kv = torch.empty(2, layout.num_kv_heads, padded, layout.head_dim, dtype=dtype, device=device)
+
+    def admit(self, request: Request, selection: SelectionLayout) -> RowState:
+        """Set up a request's row from what the scheduler reserved for it."""
+        num_blocks = self.layout.num_blocks(request.max_total_tokens)
+        host_blocks = torch.tensor(request.host_blocks[:num_blocks], dtype=torch.int64)
+        self.residency.clear(request.row)
+        return RowState(
+            row=request.row,
+            selection=selection,
+            pages=torch.tensor(request.pages, dtype=torch.int64, device=self.device),
+            host_blocks=host_blocks.to(self.device),
+            host_blocks_cpu=host_blocks,
+            resident=len(request.pages) == num_blocks,
+            sketch=None if selection.budget is None else self.sketches[request.sparsity.sketch],
+            use_tail=request.sparsity.tail_estimate,
+            stats=RowStats(torch.zeros((), device=self.device)),
+        )
+
+    def prefill(
+        self,
+        layer: int,
+        state: RowState,
+        start: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor,
+    ) -> torch.Tensor:
+        """Dense attention of prompt tokens [start, start + T) in one layer; their K/V are kept, full blocks sealed.
+
+        q [T, local_head, D], k and v [T, local_kv_head, D] -> [T, local_head, D]. `start` is a block border.
+        """
+        block = self.layout.block_size
+        stop = start + q.shape[0]
+        keys, values = self._prompt_kv
+        self._read_prompt(layer, state, start, keys, values)
+        first, last, full = start // block, self.layout.num_blocks(stop), stop // block
+        for buffer, fresh in ((keys, k), (values, v)):
+            buffer[:, start:stop] = fresh.transpose(0, 1)
+            buffer[:, stop : last * block] = 0
+        heads, dim = keys.shape[0], keys.shape[2]
+        new_k = keys[:, start : last * block].view(heads, last - first, block, dim)
+        new_v = values[:, start : last * block].view(heads, last - first, block, dim)
+        if self.transfers is not None:
+            self.transfers.store_computed(layer, state.host_blocks_cpu[first:last], new_k, new_v).wait()
+        else:
+            pages = state.pages[first:last].expand(heads, -1)
+            rows = self.pool.row_index(layer, pages).reshape(-1)
+            self.pool.rows.index_copy_(0, rows, new_k.reshape(rows.numel(), -1))
+            self.pool.rows.index_copy_(0, rows + 1, new_v.reshape(rows.numel(), -1))
+        if full > first:
+            ids = state.host_blocks[first:full]
+            for sketch in self.sketches.values():
+                sketch.seal(
+                    layer, ids, new_k[:, : full - first].transpose(0, 1), new_v[:, : full - first].transpose(0, 1)
+                )
+        return attend_chunk(q, keys[:, :stop], values[:, :stop], mask)
+
+    def begin_decode(
+        self, state: RowState, num_prompt_tokens: int, last_query: torch.Tensor, partial_source: int
+    ) -> None:
+        """Bring in the first hot set of a request whose prompt is done.
+
+        Pinned blocks first, then as many candidates as there are slots, by the scores of the prompt's last row
+        (`last_query` [layer, local_head, D]). `partial_source` is the host block with the prompt's unfinished last
+        block when that is not the request's own (a fork), else -1.
+        """
+        if self.transfers is None:
+            return
+        num_layers, heads = self.layout.num_layers, self.layout.num_kv_heads
+        source = state.host_blocks.clone()
+        filled = self.layout.num_blocks(num_prompt_tokens)
+        if partial_source >= 0:
+            source[filled - 1] = partial_source
+        if state.resident:
+            blocks = torch.arange(filled, device=self.device).expand(heads, -1)
+            for layer in range(num_layers):
+                self._load(layer, state, source, blocks, blocks)
+            return
+        first, last = state.selection.candidates(num_prompt_tokens)
+        open_block = num_prompt_tokens // self.layout.block_size
+        state.open_block = open_block
+        pinned = torch.tensor([*range(first), *range(last, open_block + 1)], dtype=torch.int64, device=self.device)
+        self.residency.place(state.row, pinned, torch.arange(pinned.numel(), device=self.device))
+        num_chosen = min(last - first, state.num_slots - pinned.numel())
+        slots = torch.arange(pinned.numel(), pinned.numel() + num_chosen, device=self.device).expand(heads, -1)
+        pinned_slots = torch.arange(pinned.numel(), device=self.device).expand(heads, -1)
+        stored = (pinned < filled).nonzero().flatten()
+        assert state.sketch is not None
+        every_choice = []
+        for layer in range(num_layers):
+            q = last_query[layer].view(heads, -1, self.layout.head_dim)
+            # Best last: among equally old slots the lower one is evicted first.
+            chosen = first + rank_blocks(state.sketch, layer, state.host_blocks[first:last], q)[:, :num_chosen].flip(1)
+            every_choice.append(chosen)
+            self._load(layer, state, source, chosen, slots)
+            self._load(layer, state, source, pinned[stored].expand(heads, -1), pinned_slots[:, stored])
+        self.residency.place(state.row, torch.stack(every_choice), slots)
+
+    def prepare(self, states: list[RowState], positions: list[int]) -> DecodeBatch:
+        """Lay out a step's decoded rows; a token that begins a block gets a slot for it in every layer and head."""
+        batch = DecodeBatch()
+        if not states:
+            return batch
+        heads, block = self.layout.num_kv_heads, self.layout.block_size
+        self.residency.tick += 1
+        open_pages = []
+        for state, position in zip(states, positions, strict=True):
+            first, last = state.selection.candidates(position)
+            row = DecodeRow(
+                state=state,
+                position=position,
+                candidates=(first, last),
+                sink_blocks=torch.arange(min(first, position // block), device=self.device).expand(heads, -1),
+                recent_blocks=torch.arange(last, position // block + 1, device=self.device).expand(heads, -1),
+            )
+            if state.resident:
+                page = state.pages[row.block].expand(self.layout.num_layers, heads)
+            else:
+                if row.block > state.open_block:
+                    self.residency.open_block(state.row, state.num_slots, row.candidates, row.block)
+                    state.open_block = row.block
+                page = state.pages[self.residency.slot_of_block[:, state.row, :, row.block].long()]
+            open_pages.append(page)
+            batch.rows.append(row)
+        batch.open_pages = torch.stack(open_pages, dim=1)
+        batch.offsets = torch.tensor([position % block for position in positions], device=self.device)
+        return batch
+
+    def decode(self, layer: int, batch: DecodeBatch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attention of the step's decoded rows in one layer: q [n, local_head, D], k and v [n, local_kv_head, D]."""
+        assert batch.open_pages is not None and batch.offsets is not None
+        self.pool.write_tokens(layer, batch.open_pages[layer], batch.offsets, k, v)
+        return torch.stack([self._decode_row(layer, row, q[index]) for index, row in enumerate(batch.rows)])
+
+    def seal(self, state: RowState, block: int) -> None:
+        """A block's last token is committed: sketch it and write it through, in every layer."""
+        num_layers, heads = self.layout.num_layers, self.layout.num_kv_heads
+        if state.resident:
+            pages = state.pages[block].expand(num_layers, heads)
+        else:
+            pages = state.pages[self.residency.slot_of_block[:, state.row, :, block].long()]
+        for layer in range(num_layers if self.sketches else 0):
+            k, v = self.pool.gather(layer, pages[layer][:, None])
+            for sketch in self.sketches.values():
+                sketch.seal(layer, state.host_blocks[block : block + 1], k[None], v[None])
+        if self.transfers is not None:
+            self.transfers.store_block(pages, int(state.host_blocks_cpu[block])).wait()
+
+    def drop_candidates(self, state: RowState, position: int) -> None:
+        """Evict every block that a row at `position` does not pin. For controls that must start from a cold device."""
+        assert not state.resident
+        first, last = state.selection.candidates(position)
+        held = self.residency.block_in_slot[:, state.row]
+        held[(held >= first) & (held < last)] = -1
+        self.residency.slot_of_block[:, state.row, :, first:last] = -1
+
+    def _read_prompt(self, layer: int, state: RowState, stop: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Fill the first `stop` tokens (a block border) of a layer's prompt buffers from where they are kept."""
+        if stop == 0:
+            return
+        num_blocks = stop // self.layout.block_size
+        if self.transfers is not None:
+            self.transfers.read(layer, state.host_blocks_cpu[:num_blocks], keys[:, :stop], values[:, :stop]).wait()
+        else:
+            pages = state.pages[:num_blocks].expand(keys.shape[0], -1)
+            keys[:, :stop], values[:, :stop] = self.pool.gather(layer, pages)
+
+    def _load(
+        self, layer: int, state: RowState, source: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Copy blocks [head, n] into slots [head, n] of one layer; `source` maps block -> host block."""
+        assert self.transfers is not None
+        heads = torch.arange(blocks.shape[0], device=self.device)[:, None].expand_as(blocks).reshape(-1)
+        self.transfers.load(layer, heads, source[blocks.reshape(-1)], state.pages[slots.reshape(-1)]).wait()
+
+    def _decode_row(self, layer: int, row: DecodeRow, q: torch.Tensor) -> torch.Tensor:
+        """One row: choose blocks, make them resident, attend them in ascending id. q [local_head, D] -> the same."""
+        state, heads = row.state, self.layout.num_kv_heads
+        grouped = q.view(heads, -1, self.layout.head_dim)
+        first, last = row.candidates
+        tail_logits = tail_values = None
+        if row.selects:
+            assert state.sketch is not None and state.selection.budget is not None
+            picked = select_blocks(state.sketch, layer, state.host_blocks[first:last], grouped, state.selection.budget)
+            tail_logits, tail_values = picked.tail_logits, picked.tail_values
+            blocks = torch.cat([row.sink_blocks, picked.chosen + first, row.recent_blocks], dim=1)
+            state.stats.selected_blocks += picked.chosen.numel()
+        else:
+            blocks = torch.arange(row.block + 1, device=self.device).expand(heads, -1)
+        slots, hidden = (blocks, None) if state.resident else self._make_resident(layer, row, blocks)
+        k, v = self.pool.gather(layer, state.pages[slots])
+        num_tokens = row.position + 1 - (row.block + 1 - blocks.shape[1]) * self.layout.block_size
+        out, missed = attend_blocks(
+            grouped,
+            k[:, :num_tokens],
+            v[:, :num_tokens],
+            tail_logits=tail_logits,
+            tail_values=tail_values,
+            use_tail=state.use_tail,
+            hidden=None if hidden is None else hidden.repeat_interleave(self.layout.block_size, 1)[:, :num_tokens],
+        )
+        if missed is not None:
+            state.stats.missed_mass += missed.sum()
+        # Rows that select nothing miss nothing; sketches without means cannot tell.
+        state.stats.missed_mass_count += q.shape[0] if missed is not None or not row.selects else 0
+        state.stats.attended_tokens += num_tokens
+        state.stats.context_tokens += row.position + 1
+        return out.reshape(q.shape)
+
+    def _make_resident(
+        self, layer: int, row: DecodeRow, blocks: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Slots [head, n] of blocks [head, n], fetched where missing; with `recall` off, a mask of those left out."""
+        state = row.state
+        slots = self.residency.lookup(layer, state.row, blocks)
+        missing = slots < 0
+        open_slot = slots[:, -1:]
+        hits = torch.where(missing, open_slot, slots)
+        self.residency.stamp(layer, state.row, hits)
+        heads, columns = missing.nonzero(as_tuple=True)
+        if heads.numel() == 0:
+            return slots, None
+        state.stats.missed_blocks += heads.numel()
+        if not self.recall:
+            return hits, missing
+        assert self.transfers is not None
+        wanted = blocks[heads, columns]
+        new_slots = self.residency.replace(layer, state.row, state.num_slots, row.candidates, heads, wanted)
+        slots[heads, columns] = new_slots
+        self.transfers.load(layer, heads, state.host_blocks[wanted], state.pages[new_slots]).wait()
+        return slots, None

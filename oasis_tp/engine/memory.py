@@ -1,0 +1,49 @@
+"""How much memory this rank may plan with: the machine's, its cgroup's, its GPU's."""
+
+from pathlib import Path
+
+import torch
+
+from oasis_tp.comm import TpGroup
+from oasis_tp.config import MemoryConfig
+
+GIB = 2**30
+
+
+def available_host_bytes() -> int:
+    """Memory a new allocation can count on: what the kernel calls available, or what the cgroup leaves, if less."""
+    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(meminfo["MemAvailable"].split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
+        available = min(available, int(limit.read_text()) - int(used.read_text()))
+    return max(0, available)
+
+
+def kv_memory(config: MemoryConfig, tp: TpGroup, reserved_bytes: int) -> tuple[int, int]:
+    """Bytes this rank may plan for device pages and for the host tier (0: no host tier).
+
+    `reserved_bytes` of the device are for what is not allocated yet and is not pages.
+
+    Raises:
+        ValueError: a size was asked for that the machine does not have.
+    """
+    available = available_host_bytes()
+    host = available // 2 // tp.local_size if config.host_kv_gb is None else int(config.host_kv_gb * GIB)
+    if config.host_kv_gb is not None and host > available:
+        raise ValueError(
+            f"--host-kv-gb {config.host_kv_gb}: only {available / GIB:.1f} GiB of host memory are available; it is per "
+            f"rank, and {tp.local_size} rank(s) share this host"
+        )
+    if config.device_kv_gb is not None:
+        return int(config.device_kv_gb * GIB), host
+    if tp.device.type == "cpu":
+        return available // 4 // tp.local_size, host
+    free, total = torch.cuda.mem_get_info(tp.device)
+    planned = int(total * config.gpu_memory_utilization) - (total - free) - reserved_bytes
+    if planned <= 0:
+        raise ValueError(
+            f"--gpu-memory-utilization {config.gpu_memory_utilization}: weights and workspace leave no room for "
+            "KV pages; raise it"
+        )
+    return planned, host

@@ -1,0 +1,180 @@
+"""ModelRunner: runs a StepPlan on this rank, from token ids to sampled ids."""
+
+from dataclasses import dataclass
+
+import torch
+
+from oasis_tp.comm import TpGroup
+from oasis_tp.engine.decode_batch import DecodeBatch, RowState, RowStats
+from oasis_tp.engine.kv_cache import KvCache
+from oasis_tp.engine.plan import PrefillChunk, StepPlan
+from oasis_tp.engine.sampler import Sampled, Sampler
+from oasis_tp.engine.scheduler import Scheduler
+from oasis_tp.models.llama import LlamaModel
+from oasis_tp.nn.attention import causal_mask
+from oasis_tp.request import Request
+
+
+@dataclass(slots=True)
+class PromptEnd:
+    """What a finished prompt leaves for its own decoding and for forks."""
+
+    last_query: torch.Tensor  # [layer, local_head, head_dim]
+    logits: torch.Tensor | None = None  # [vocab] at rank 0
+
+
+@dataclass(slots=True)
+class Segment:
+    """A prompt chunk's rows [first, last) in the step's tokens."""
+
+    chunk: PrefillChunk
+    state: RowState
+    first: int
+    last: int
+    mask: torch.Tensor
+    end: PromptEnd | None
+
+
+class ModelRunner:
+    """The model, its KV cache and the rows of running requests on this rank.
+
+    Every rank runs the same plan; only the tier work inside `KvCache` differs. Nothing is read back from the device
+    but the sampled ids.
+    """
+
+    def __init__(self, model: LlamaModel, cache: KvCache, tp: TpGroup, sampler: Sampler) -> None:
+        self.model = model
+        self.cache = cache
+        self.tp = tp
+        self.sampler = sampler
+        self.states: dict[int, RowState] = {}
+        self._prompt_ends: dict[int, PromptEnd] = {}
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan, scheduler: Scheduler) -> Sampled:
+        """One step: released rows go, admitted ones come, forks start, tokens are computed and sampled.
+
+        Returns one token per `plan.sampled`, the same on every rank; logprobs at rank 0 only.
+        """
+        for row in plan.released_rows:
+            self.states.pop(row, None)
+        for parent_id in plan.dropped_prefixes:
+            self._prompt_ends.pop(parent_id, None)
+        for request in plan.admitted:
+            self.states[request.row] = self.cache.admit(request, scheduler.selection(request.sparsity))
+        for start in plan.starts:
+            end = self._prompt_ends[start.parent_id]
+            self._begin(start.request, end, start.partial_source)
+        if plan.num_tokens == 0 and not plan.sampled:
+            return Sampled([], [])
+        logits = self._forward(plan) if plan.num_tokens else None
+        sampled = self._sample(plan, logits)
+        self._seal(plan)
+        return sampled
+
+    def stats(self, request: Request) -> RowStats:
+        """What a request did on this rank; valid until its row is given to another one."""
+        return self.states[request.row].stats
+
+    def _forward(self, plan: StepPlan) -> torch.Tensor | None:
+        """Logits [rows, vocab] at rank 0: decoded rows, then prompts that end."""
+        states = [self.states[request.row] for request in plan.decode]
+        positions = [request.num_computed for request in plan.decode]
+        batch = self.cache.prepare(states, positions)
+        token_ids = [request.output_ids[-1] for request in plan.decode]
+        segments, ends = [], []
+        for chunk in plan.prefill:
+            segments.append(self._segment(chunk, len(token_ids)))
+            token_ids += chunk.request.spec.prompt_ids[chunk.start : chunk.stop]
+            positions += range(chunk.start, chunk.stop)
+            if chunk.is_last:
+                ends.append(len(token_ids) - 1)
+        device = self.model.device
+        hidden = self.model.forward(
+            torch.tensor(token_ids, device=device),
+            torch.tensor(positions, device=device),
+            lambda layer, q, k, v: self._attend(layer, q, k, v, batch, segments),
+        )
+        wanted = torch.tensor([*range(len(plan.decode)), *ends], dtype=torch.int64, device=device)
+        logits = None
+        if wanted.numel():
+            logits = self.tp.gather_logits(self.model.logits(hidden[wanted]), self.model.vocab_ranges)
+        self._finish_prompts(plan, segments, logits)
+        return logits
+
+    def _segment(self, chunk: PrefillChunk, first: int) -> Segment:
+        mask = causal_mask(chunk.start, chunk.stop, self.model.dtype, self.model.device)
+        arch, shard = self.model.arch, self.model.shard
+        end = None
+        if chunk.is_last:
+            query = torch.empty(
+                arch.num_layers, shard.num_heads, arch.head_dim, dtype=self.model.dtype, device=self.model.device
+            )
+            end = PromptEnd(query)
+        last = first + chunk.stop - chunk.start
+        return Segment(chunk, self.states[chunk.request.row], first, last, mask, end)
+
+    def _attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: DecodeBatch,
+        segments: list[Segment],
+    ) -> torch.Tensor:
+        parts = []
+        num_decode = len(batch.rows)
+        if num_decode:
+            parts.append(self.cache.decode(layer, batch, q[:num_decode], k[:num_decode], v[:num_decode]))
+        for segment in segments:
+            rows = slice(segment.first, segment.last)
+            parts.append(
+                self.cache.prefill(layer, segment.state, segment.chunk.start, q[rows], k[rows], v[rows], segment.mask)
+            )
+            if segment.end is not None:
+                segment.end.last_query[layer] = q[segment.last - 1]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _finish_prompts(self, plan: StepPlan, segments: list[Segment], logits: torch.Tensor | None) -> None:
+        ended = [segment for segment in segments if segment.end is not None]
+        for index, segment in enumerate(ended):
+            request, end = segment.chunk.request, segment.end
+            assert end is not None
+            if logits is not None:
+                end.logits = logits[len(plan.decode) + index].clone()
+            if not request.spec.hold:
+                self._begin(request, end, -1)
+            if request.request_id in plan.keep_prefix_of:
+                self._prompt_ends[request.request_id] = end
+
+    def _begin(self, request: Request, end: PromptEnd, partial_source: int) -> None:
+        state = self.states[request.row]
+        self.cache.begin_decode(state, request.num_prompt_tokens, end.last_query, partial_source)
+
+    def _sample(self, plan: StepPlan, logits: torch.Tensor | None) -> Sampled:
+        """Sample at rank 0, tell everybody."""
+        requests = plan.sampled
+        message = torch.empty(len(requests), dtype=torch.int64)
+        sampled = Sampled([], [])
+        if self.tp.rank == 0 and requests:
+            holds = [chunk.request.spec.hold for chunk in plan.prefill if chunk.is_last]
+            keep = [*range(len(plan.decode)), *(len(plan.decode) + i for i, hold in enumerate(holds) if not hold)]
+            rows = [] if logits is None else list(logits[keep])
+            for start in plan.starts:
+                first_logits = self._prompt_ends[start.parent_id].logits
+                assert first_logits is not None
+                rows.append(first_logits)
+            sampled = self.sampler.sample(torch.stack(rows), requests)
+            message = torch.tensor(sampled.token_ids)
+        if requests:
+            self.tp.broadcast(message)
+        return Sampled(message.tolist(), sampled.logprobs)
+
+    def _seal(self, plan: StepPlan) -> None:
+        """Seal the blocks that this step's decoded tokens completed."""
+        block_size = self.cache.layout.block_size
+        for request in plan.decode:
+            block, offset = divmod(request.num_computed, block_size)
+            if offset == block_size - 1:
+                self.cache.seal(self.states[request.row], block)

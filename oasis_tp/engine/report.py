@@ -1,0 +1,76 @@
+"""What a finished request's tiers did, and the engine's counters."""
+
+import time
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from oasis_tp.engine.decode_batch import RowStats
+from oasis_tp.engine.model_runner import ModelRunner
+from oasis_tp.request import KvStats, Request
+from oasis_tp.sharding import head_shards
+from oasis_tp.sparse.sketch_size import sketch_bytes_per_block
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineStats:
+    """A snapshot after a step. Counters only grow; tier counters are summed over ranks as requests end."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_pages_used: int = 0
+    kv_pages_total: int = 0
+    host_blocks_used: int = 0
+    host_blocks_total: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    selected_blocks: int = 0
+    missed_blocks: int = 0
+    host_to_device_bytes: int = 0
+    device_to_host_bytes: int = 0
+    steps: int = 0
+    last_step_time: float = field(default_factory=time.monotonic)
+    dead: str | None = None
+
+
+def kv_stats(runner: ModelRunner, ended: list[Request]) -> list[KvStats]:
+    """Tier statistics of the requests that ended in this step, summed over ranks.
+
+    Collective when there are any: every rank knows alike who ended.
+    """
+    if not ended:
+        return []
+    local = [runner.stats(request) for request in ended]
+    totals = torch.tensor(
+        [[float(s.missed_mass), s.missed_mass_count, s.selected_blocks, s.missed_blocks] for s in local],
+        dtype=torch.float64,
+    )
+    runner.tp.sum_over_ranks(totals)
+    return [_kv_stats(runner, *item) for item in zip(ended, local, totals.tolist(), strict=True)]
+
+
+def _kv_stats(runner: ModelRunner, request: Request, stats: RowStats, totals: list[float]) -> KvStats:
+    missed_mass, mass_count, selected, missed = totals
+    layout, arch = runner.cache.layout, runner.model.arch
+    # Ranks that share a KV head each hold it, and it counts for each.
+    num_heads = sum(shard.num_kv_heads for shard in head_shards(arch.num_heads, arch.num_kv_heads, runner.tp.size))
+    page_bytes = replace(layout, num_kv_heads=num_heads).page_bytes
+    num_blocks = layout.num_blocks(request.num_tokens)
+    sketch_bytes = 0
+    if request.sparsity.attention != "dense":
+        per_head = sketch_bytes_per_block(request.sparsity.sketch, layout.head_dim, layout.block_size)
+        sketch_bytes = num_blocks * layout.num_layers * num_heads * per_head
+    return KvStats(
+        mode=request.sparsity.attention,
+        budget_tokens=request.sparsity.budget_tokens,
+        context_tokens=request.num_tokens,
+        hot_kv_bytes=len(request.pages) * page_bytes,
+        sketch_bytes=sketch_bytes,
+        host_kv_bytes=num_blocks * page_bytes if runner.cache.transfers else 0,
+        dense_kv_bytes=num_blocks * page_bytes,
+        selected_blocks=int(selected),
+        missed_blocks=int(missed),
+        hit_rate=1.0 - missed / selected if selected else None,
+        missed_mass=missed_mass / mass_count if mass_count else None,
+        attended_share=stats.attended_tokens / stats.context_tokens if stats.context_tokens else 1.0,
+    )

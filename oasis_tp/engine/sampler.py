@@ -1,0 +1,80 @@
+"""Sampler: rank 0 turns logits into tokens, each request with a random stream of its own."""
+
+from dataclasses import dataclass
+
+import torch
+
+from oasis_tp.request import Request, SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+
+
+class Sampler:
+    """Greedy and sampled choice. A request's draws depend on its seed and its own logits, never on its neighbours."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._generators: dict[int, torch.Generator] = {}
+
+    def sample(self, logits: torch.Tensor, requests: list[Request]) -> Sampled:
+        """logits [n, vocab] fp32, a row per request -> token ids; -1 where a row's logits are not finite numbers."""
+        greedy = logits.argmax(dim=-1).tolist()
+        corrupted = (~torch.isfinite(logits).all(dim=-1)).tolist()
+        token_ids, logprobs = [], []
+        for index, request in enumerate(requests):
+            sampling = request.spec.sampling
+            if corrupted[index]:
+                token_id = -1
+            elif sampling.temperature == 0.0:
+                token_id = int(greedy[index])
+            else:
+                token_id = _draw(logits[index], sampling, self._generator(request))
+            token_ids.append(token_id)
+            wanted = sampling.logprobs is not None and token_id >= 0
+            logprobs.append(_logprobs(logits[index], token_id, sampling.logprobs or 0) if wanted else None)
+        return Sampled(token_ids, logprobs)
+
+    def forget(self, request_id: int) -> None:
+        """The request ended."""
+        self._generators.pop(request_id, None)
+
+    def _generator(self, request: Request) -> torch.Generator:
+        generator = self._generators.get(request.request_id)
+        if generator is None:
+            generator = torch.Generator()
+            seed = request.spec.sampling.seed
+            generator.manual_seed(seed if seed is not None else (self.seed << 32) + request.request_id)
+            self._generators[request.request_id] = generator
+        return generator
+
+
+def _draw(logits: torch.Tensor, sampling: SamplingParams, generator: torch.Generator) -> int:
+    """One draw after temperature, then top-k, top-p and min-p, each on what the one before left."""
+    scaled, order = torch.sort(logits.float() / sampling.temperature, descending=True, stable=True)
+    if sampling.top_k > 0:
+        scaled[sampling.top_k :] = float("-inf")
+    probs = torch.softmax(scaled, dim=-1)
+    if sampling.top_p < 1.0:
+        before = probs.cumsum(-1) - probs
+        probs = torch.where(before < sampling.top_p, probs, 0.0)
+    if sampling.min_p > 0.0:
+        probs = torch.where(probs >= sampling.min_p * probs[0], probs, 0.0)
+    draw = torch.rand((), generator=generator).to(probs.device)
+    ladder = probs.cumsum(-1)
+    picked = torch.searchsorted(ladder, draw * ladder[-1], right=True)
+    # The draw may round up to the whole: stay on the last token that has any probability.
+    return int(order[min(int(picked), int((probs > 0).sum()) - 1)])
+
+
+def _logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:
+    """Of the model's own distribution: before temperature and truncation."""
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    top: tuple[tuple[int, float], ...] = ()
+    if num_top:
+        best = torch.topk(logprobs, num_top)
+        top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    return TokenLogprobs(logprob=float(logprobs[token_id]), top=top)

@@ -1,0 +1,115 @@
+"""The Llama decoder and its kin (Mistral, Qwen2, Qwen3), sharded by heads; attention itself is the caller's."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from oasis_tp.comm import TpGroup
+from oasis_tp.models.registry import ModelArch
+from oasis_tp.nn.embedding import VocabEmbedding
+from oasis_tp.nn.linear import ColumnLinear, RowLinear
+from oasis_tp.nn.norm import RmsNorm
+from oasis_tp.nn.rotary import RotaryTable, apply_rotary
+from oasis_tp.sharding import HeadShard, head_shards, split_range
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""attend(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) → [T, Hq, D]; heads are this rank's, q and k are roped."""
+
+
+class Attention:
+    """Projections around the caller's attention, for this rank's heads."""
+
+    def __init__(
+        self, arch: ModelArch, shard: HeadShard, tp: TpGroup, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.arch, self.shard = arch, shard
+        qkv_size = (shard.num_heads + 2 * shard.num_kv_heads) * arch.head_dim
+        self.qkv = ColumnLinear(arch.hidden_size, qkv_size, bias=arch.attention_bias, dtype=dtype, device=device)
+        self.out = RowLinear(
+            shard.num_heads * arch.head_dim, arch.hidden_size, tp, bias=arch.output_bias, dtype=dtype, device=device
+        )
+        self.q_norm = self.k_norm = None
+        if arch.qk_norm:
+            self.q_norm = RmsNorm(arch.head_dim, arch.rms_norm_eps, dtype=dtype, device=device)
+            self.k_norm = RmsNorm(arch.head_dim, arch.rms_norm_eps, dtype=dtype, device=device)
+
+    def __call__(
+        self, layer: int, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend
+    ) -> torch.Tensor:
+        num_heads, num_kv_heads = self.shard.num_heads, self.shard.num_kv_heads
+        heads = self.qkv(x).view(x.shape[0], -1, self.arch.head_dim)
+        q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out = attend(layer, apply_rotary(q, *rotary), apply_rotary(k, *rotary), v.contiguous())
+        return self.out(out.reshape(x.shape[0], -1))
+
+
+class Mlp:
+    """down(silu(gate(x)) * up(x)) for this rank's part of the width `start:stop`; gate and up are one matrix."""
+
+    def __init__(self, arch: ModelArch, tp: TpGroup, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.start, self.stop = split_range(arch.intermediate_size, tp.size, tp.rank)
+        width = self.stop - self.start
+        self.gate_up = ColumnLinear(arch.hidden_size, 2 * width, bias=False, dtype=dtype, device=device)
+        self.down = RowLinear(width, arch.hidden_size, tp, bias=False, dtype=dtype, device=device)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class DecoderLayer:
+    def __init__(
+        self, arch: ModelArch, shard: HeadShard, tp: TpGroup, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.input_norm = RmsNorm(arch.hidden_size, arch.rms_norm_eps, dtype=dtype, device=device)
+        self.attention = Attention(arch, shard, tp, dtype=dtype, device=device)
+        self.mlp_norm = RmsNorm(arch.hidden_size, arch.rms_norm_eps, dtype=dtype, device=device)
+        self.mlp = Mlp(arch, tp, dtype=dtype, device=device)
+
+
+class LlamaModel:
+    """One rank's share of a decoder; weights are allocated and not set (see `models.weights.load_weights`).
+
+    Every rank calls `forward` with the same tokens: two all-reduces per layer and one for the embedding.
+
+    Raises:
+        ValueError: more ranks than query heads.
+    """
+
+    def __init__(
+        self, arch: ModelArch, tp: TpGroup, *, dtype: torch.dtype, device: torch.device, max_model_len: int
+    ) -> None:
+        self.arch, self.tp, self.dtype, self.device = arch, tp, dtype, device
+        self.shard = head_shards(arch.num_heads, arch.num_kv_heads, tp.size)[tp.rank]
+        self.embedding = VocabEmbedding(arch.vocab_size, arch.hidden_size, tp, dtype=dtype, device=device)
+        self.head = self.embedding
+        if not arch.tie_word_embeddings:
+            self.head = VocabEmbedding(arch.vocab_size, arch.hidden_size, tp, dtype=dtype, device=device)
+        self.layers = [DecoderLayer(arch, self.shard, tp, dtype=dtype, device=device) for _ in range(arch.num_layers)]
+        self.norm = RmsNorm(arch.hidden_size, arch.rms_norm_eps, dtype=dtype, device=device)
+        self.rotary = RotaryTable(arch.rope, arch.head_dim, max_model_len, device)
+
+    @property
+    def vocab_ranges(self) -> list[tuple[int, int]]:
+        """Half-open ranges of token ids whose logits each rank holds, in rank order."""
+        return self.head.ranges
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """token_ids and positions [T] int64 → hidden states [T, hidden] after the final norm, whole on every rank.
+
+        Rows may belong to any mix of requests; only `attend` relates them. It gets contiguous tensors and must write
+        k and v where it wants to find them again.
+        """
+        rotary = self.rotary.at(positions)
+        x = self.embedding.lookup(token_ids)
+        for index, layer in enumerate(self.layers):
+            x = x + layer.attention(index, layer.input_norm(x), rotary, attend)
+            x = x + layer.mlp(layer.mlp_norm(x))
+        return self.norm(x)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [N, hidden] → [N, local_vocab] float32: this rank's range of `vocab_ranges`."""
+        return self.head.logits(hidden)

@@ -1,0 +1,1 @@
+"""Layers of a tensor-parallel decoder: each rank holds its shard, inference only."""

@@ -1,0 +1,182 @@
+"""`oasis_tp.serve`: the OpenAI-compatible HTTP server, one process per rank."""
+
+import logging
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import uvicorn
+from fastapi import FastAPI
+
+from oasis_tp.cli import parse_config
+from oasis_tp.config import Config, ServerConfig
+from oasis_tp.models.tokenizer import Tokenizer, load_tokenizer
+from oasis_tp.request import FinishReason
+from oasis_tp.server.app import create_app
+from oasis_tp.server.bridge import EngineBridge
+
+if TYPE_CHECKING:
+    from oasis_tp.engine.engine import Engine
+
+PROG = "oasis-tp serve"
+GOODBYE_S = 5
+"""How long open connections get to read their last event at the end."""
+
+logger = logging.getLogger(__name__)
+
+
+class HttpServer:
+    """uvicorn in a thread of its own, so that the main thread can run the engine.
+
+    The socket is bound by the caller, before the model is loaded: a port in use is found at once.
+    """
+
+    def __init__(self, app: FastAPI, sock: socket.socket, log_level: str) -> None:
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            log_level=log_level,
+            access_log=False,
+            lifespan="on",
+            timeout_graceful_shutdown=GOODBYE_S,
+        )
+        self._server = _Listener(config)
+        self._thread = threading.Thread(target=self._server.run, args=([sock],), name="http", daemon=True)
+
+    def start(self) -> None:
+        """Returns once connections are accepted. Raises: RuntimeError: the server could not start."""
+        self._thread.start()
+        self._server.tried.wait()
+        if not self._server.started:
+            raise RuntimeError("the HTTP server could not start; its log has the cause")
+
+    def stop_accepting(self) -> None:
+        """Close the listening socket and let open requests end. Safe in a signal handler."""
+        self._server.should_exit = True
+
+    def join(self) -> None:
+        """Wait until open requests have ended, but no longer than they are given."""
+        self.stop_accepting()
+        self._thread.join(GOODBYE_S + 1)
+
+
+class _Listener(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.tried = threading.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            await super().startup(sockets)
+        finally:
+            self.tried.set()
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            super().run(sockets)
+        finally:
+            self.tried.set()
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """The server's socket, not listening yet.
+
+    Raises:
+        ValueError: the address is not this machine's, or the port is in use or not allowed.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        raise ValueError(f"--host {config.host} --port {config.port}: {error.strerror or error}") from error
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def read_template(path: str | None) -> str | None:
+    """The text of --chat-template. Raises: ValueError: the file cannot be read."""
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--chat-template {path}: {error}") from error
+
+
+def serve(engine: "Engine", tokenizer: Tokenizer, config: Config, sock: socket.socket) -> None:
+    """Rank 0: serve until SIGTERM or SIGINT. Open requests then end with finish reason `abort`.
+
+    Raises whatever ended the engine, after every open request was told.
+    """
+    bridge = EngineBridge(engine)
+    server = HttpServer(create_app(bridge, tokenizer, config), sock, config.server.log_level)
+
+    def leave(signum: int, _: FrameType | None) -> None:
+        signal.signal(signum, signal.SIG_DFL)  # the second one does not wait
+        server.stop_accepting()
+        engine.stop()
+
+    server.start()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, leave)
+    name = (config.model.served_model_name or (config.model.model,))[0]
+    print(f"oasis_tp ready: {url_of(sock)} model {name}, max_model_len {engine.max_model_len:,}", flush=True)
+    try:
+        engine.run()
+        bridge.shut_down(FinishReason.ABORT, "the server is shutting down")
+    except BaseException:
+        bridge.shut_down(FinishReason.ERROR, "the engine has failed; the server is shutting down")
+        raise
+    finally:
+        server.join()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one rank of the server. 0: told to stop; 1: the engine failed; 2: it cannot start as asked."""
+    config, _ = parse_config(argv, PROG, "Serve a model over an OpenAI-compatible HTTP API.")
+    from oasis_tp.comm import discover_ranks  # torch takes seconds: not before the command line is known to be right
+
+    rank = discover_ranks().rank
+    logging.basicConfig(
+        level=config.server.log_level.upper(),
+        format=f"%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s",
+    )
+    try:
+        template = read_template(config.model.chat_template)
+        sock = bind(config.server) if rank == 0 else None
+        from oasis_tp.engine.engine import Engine
+
+        engine = Engine.create(config)
+        tokenizer = load_tokenizer(engine.model_dir, template)
+    except ValueError as error:
+        print(f"{PROG}: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    try:
+        if sock is not None:
+            serve(engine, tokenizer, config, sock)
+        else:
+            # The launcher signals every rank; this one leaves when rank 0 says so.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            engine.run()
+    except Exception:
+        logger.exception("rank %d: the engine failed at step %d", rank, engine.stats().steps)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

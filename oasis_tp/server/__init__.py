@@ -1,0 +1,1 @@
+"""The HTTP side: OpenAI-shaped routes over one bridge to the engine."""

@@ -1,0 +1,241 @@
+"""The routes: OpenAI's models, completions and chat, and health, metrics and version."""
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+from tokenizers import Tokenizer
+
+from oasis_tp import __version__
+from oasis_tp.config import Config
+from oasis_tp.server.bridge import EngineBridge, EngineDeadError, OutputStream
+from oasis_tp.server.generation import Generation
+from oasis_tp.server.metrics import CONTENT_TYPE, Metrics
+from oasis_tp.server.protocol import ApiError, ChatRequest, ChoiceDelta, CompletionRequest, usage
+from oasis_tp.validation import validate_sparsity
+
+HEARTBEAT_TIMEOUT_S = 120.0
+"""A step older than this, with requests in the engine, means that it hangs."""
+
+UNION_FIELDS = {
+    "prompt": "a string, a list of strings, a list of token ids, or a list of lists of token ids",
+    "content": 'a string, or a list of {"type": "text", "text": …} parts',
+    "stop": "a string, or a list of at most 32 strings",
+}
+"""Fields of several types: what they allow, said at once instead of type by type."""
+
+
+class TokenizerLike(Protocol):
+    """What the server needs of the model's tokenizer; calls may come from any thread."""
+
+    backend: Tokenizer
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str: ...
+
+
+def create_app(bridge: EngineBridge, tokenizer: TokenizerLike, config: Config) -> FastAPI:
+    """The ASGI application over one engine. It starts to receive the engine's outputs when the server starts it."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        bridge.attach()
+        yield
+
+    app = FastAPI(title="oasis_tp", version=__version__, lifespan=lifespan)
+    metrics = Metrics(bridge)
+    names = config.model.served_model_name or (config.model.model,)
+    started = int(time.time())
+    _add_error_handlers(app)
+
+    def check_model(name: str | None) -> str:
+        if name is not None and name not in names:
+            known = ", ".join(names)
+            raise ApiError(404, f"model {name!r} is not served; served: {known}", "model", "model_not_found")
+        return name or names[0]
+
+    def start(request: Request, body: CompletionRequest | ChatRequest, prompts: list[list[int]]) -> Generation:
+        """Submit a request's prompts; from here on the stream is closed by whoever comes first: end or disconnect."""
+        sampling, sparsity = body.sampling(), body.sparsity_over(config.sparsity)
+        try:
+            if sparsity is not None:
+                validate_sparsity(sparsity, config.memory.block_size, lambda name: f"sparsity.{name}")
+            stream = bridge.open(prompts, sampling, sparsity)
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+        except EngineDeadError as error:
+            raise ApiError(503, str(error), code="engine_dead") from error
+        stream.watcher = asyncio.create_task(_close_on_disconnect(request, stream))
+        return Generation(
+            stream=stream,
+            tokenizer=tokenizer.backend,
+            sampling=sampling,
+            num_prompt_tokens=sum(map(len, prompts)),
+            num_choices=len(prompts) * sampling.n,
+            return_kv_stats=body.return_kv_stats,
+            metrics=metrics,
+            arrival=request.state.arrival,
+        )
+
+    async def encode(texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        """In a worker thread: a long text must not hold up the event loop."""
+        return await asyncio.to_thread(lambda: [tokenizer.encode(text, add_special_tokens) for text in texts])
+
+    @app.post("/v1/completions")
+    async def completions(request: Request, body: CompletionRequest) -> Response:
+        model = check_model(body.model)
+        request.state.arrival = time.monotonic()
+        prompts = body.prompts()
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        ids = await encode(texts, True) if texts else [prompt for prompt in prompts if isinstance(prompt, list)]
+        generation = start(request, body, ids)
+        head = _head("cmpl-", "text_completion", model)
+        if body.stream:
+            return _sse(_chunks(generation, head, ChoiceDelta.completion, body.include_usage, []))
+        return await _whole(generation, head, ChoiceDelta.completion)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request, body: ChatRequest) -> Response:
+        model = check_model(body.model)
+        request.state.arrival = time.monotonic()
+        try:
+            text = tokenizer.apply_chat_template(body.plain_messages(), add_generation_prompt=True)
+        except ValueError as error:
+            raise ApiError(400, str(error), param="messages") from error
+        generation = start(request, body, await encode([text], False))
+        if body.stream:
+            head = _head("chatcmpl-", "chat.completion.chunk", model)
+            roles = [
+                {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+                for index in range(generation.num_choices)
+            ]
+            return _sse(_chunks(generation, head, ChoiceDelta.chat_chunk, body.include_usage, roles))
+        return await _whole(generation, _head("chatcmpl-", "chat.completion", model), ChoiceDelta.chat)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        common = {"object": "model", "created": started, "owned_by": "oasis_tp", "max_model_len": bridge.max_model_len}
+        return {"object": "list", "data": [{"id": name, **common} for name in names]}
+
+    @app.get("/health")
+    async def health() -> Response:
+        stats = bridge.stats()
+        reason = bridge.dead
+        age_s = time.monotonic() - stats.last_step_time
+        if reason is None and stats.num_running + stats.num_waiting and age_s > HEARTBEAT_TIMEOUT_S:
+            reason = f"no step for {age_s:.0f} s"
+        if reason is not None:
+            raise ApiError(503, reason, code="engine_dead")
+        return Response()
+
+    @app.get("/metrics")
+    async def metrics_text() -> Response:
+        return Response(metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    return app
+
+
+async def _close_on_disconnect(request: Request, stream: OutputStream) -> None:
+    """Runs beside the response. The server reports a disconnect when the client goes, or after the response."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    stream.close()
+
+
+def _head(prefix: str, kind: str, model: str) -> dict[str, Any]:
+    return {"id": prefix + secrets.token_hex(12), "object": kind, "created": int(time.time()), "model": model}
+
+
+async def _whole(
+    generation: Generation, head: dict[str, Any], shape: Callable[[ChoiceDelta], dict[str, Any]]
+) -> Response:
+    choices = [shape(delta) for delta in await generation.whole()]
+    counts = usage(generation.num_prompt_tokens, generation.num_completion_tokens)
+    return JSONResponse(head | {"choices": choices, "usage": counts})
+
+
+async def _chunks(
+    generation: Generation,
+    head: dict[str, Any],
+    shape: Callable[[ChoiceDelta], dict[str, Any]],
+    include_usage: bool,
+    first: list[dict[str, Any]],
+) -> AsyncIterator[dict[str, Any]]:
+    """The chunks of a streamed answer; an error in mid-answer is the last of them."""
+    no_usage: dict[str, Any] = {"usage": None} if include_usage else {}
+    try:
+        for choice in first:
+            yield head | {"choices": [choice]} | no_usage
+        async for delta in generation.deltas():
+            yield head | {"choices": [shape(delta)]} | no_usage
+    except ApiError as error:
+        yield error.body()
+        return
+    if include_usage:
+        counts = usage(generation.num_prompt_tokens, generation.num_completion_tokens)
+        yield head | {"choices": [], "usage": counts}
+
+
+def _sse(chunks: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
+    """Server-sent events, one per chunk, closed by `[DONE]`."""
+
+    async def lines() -> AsyncIterator[str]:
+        async for chunk in chunks:
+            yield f"data: {json.dumps(chunk, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n"
+        yield "data: [DONE]\n\n"
+
+    return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    """Every error leaves in OpenAI's shape; what a client can mend is a 400."""
+
+    def reply(error: ApiError) -> Response:
+        return JSONResponse(error.body(), status_code=error.status)
+
+    @app.exception_handler(ApiError)
+    async def api_error(_: Request, error: ApiError) -> Response:
+        return reply(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        return reply(_validation_error(error))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(_: Request, error: HTTPException) -> Response:
+        return reply(ApiError(error.status_code, str(error.detail)))
+
+    @app.exception_handler(Exception)
+    async def internal(_: Request, error: Exception) -> Response:
+        return reply(ApiError(500, "internal error; the server's log has the cause"))
+
+
+def _validation_error(error: RequestValidationError) -> ApiError:
+    """The first fault of a body, by the field's name."""
+    first = error.errors()[0]
+    place = [str(part) for part in first["loc"][1:]]
+    if first["type"] == "json_invalid":
+        return ApiError(400, "the body is not valid JSON")
+    if not place:
+        return ApiError(400, "the body must be a JSON object (Content-Type: application/json)")
+    for depth, part in enumerate(place):
+        if part in UNION_FIELDS and first["type"] != "value_error":
+            param = ".".join(place[: depth + 1])
+            return ApiError(400, f"{param} is missing or malformed; allowed: {UNION_FIELDS[part]}", param)
+    param = ".".join(place)
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"unknown field {param}", param, "unknown_parameter")
+    return ApiError(400, f"{param}: {first['msg']}", param)

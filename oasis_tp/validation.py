@@ -1,0 +1,63 @@
+"""Ranges of configuration values: what a user may ask for, refused early and by the option's name."""
+
+import math
+from collections.abc import Callable
+
+from oasis_tp.config import Config, SparsityConfig
+
+
+def validate_sparsity(sparsity: SparsityConfig, block_size: int, option: Callable[[str], str]) -> None:
+    """Check one sparsity section, from the command line or from a request.
+
+    Args:
+        block_size: tokens per KV block.
+        option: how the user calls a field (`--budget-tokens`, or `sparsity.budget_tokens` in a request).
+
+    Raises:
+        ValueError: a value outside its range; names the option, the value and what is allowed.
+    """
+    _check(option("budget_tokens"), sparsity.budget_tokens, sparsity.budget_tokens >= 1, "a whole number from 1")
+    recent = sparsity.recent_tokens
+    _check(option("recent_tokens"), recent, recent >= block_size, f"at least one block ({block_size} tokens)")
+    _check(option("sink_blocks"), sparsity.sink_blocks, sparsity.sink_blocks >= 0, "a whole number from 0")
+    hot = sparsity.hot_factor
+    _check(option("hot_factor"), hot, hot == "auto" or 1 <= hot < math.inf, "auto, or a number from 1")
+
+
+def validate(config: Config) -> None:
+    """Check every value that can be judged without the model or the machine.
+
+    Raises:
+        ValueError: a value outside its range; names the option, the value and what is allowed.
+    """
+    model, parallel, memory, batching = config.model, config.parallel, config.memory, config.batching
+    _check("--model", model.model, bool(model.model), "a path, a Hugging Face id or smollm2")
+    length = model.max_model_len
+    _check("--max-model-len", length, length is None or length >= 2, "at least 2 tokens (one in, one out)")
+    _check("--seed", model.seed, -(2**63) <= model.seed < 2**63, "a 64-bit whole number")
+    tp_size = parallel.tensor_parallel_size
+    _check("--tensor-parallel-size", tp_size, tp_size is None or tp_size >= 1, "a whole number from 1")
+    timeout = parallel.distributed_timeout_seconds
+    _check("--distributed-timeout-seconds", timeout, timeout >= 1, "a whole number from 1")
+    share = memory.gpu_memory_utilization
+    _check("--gpu-memory-utilization", share, 0 < share <= 1, "above 0, up to 1")
+    device_gib, host_gib = memory.device_kv_gb, memory.host_kv_gb
+    _check("--device-kv-gb", device_gib, device_gib is None or 0 < device_gib < math.inf, "a number above 0")
+    _check("--host-kv-gb", host_gib, host_gib is None or 0 <= host_gib < math.inf, "a number from 0 (0: no host tier)")
+    validate_sparsity(config.sparsity, memory.block_size, lambda name: "--" + name.replace("_", "-"))
+    _check("--max-num-seqs", batching.max_num_seqs, batching.max_num_seqs >= 1, "a whole number from 1")
+    smallest = max(memory.block_size, batching.max_num_seqs)
+    _check(
+        "--max-num-batched-tokens",
+        batching.max_num_batched_tokens,
+        batching.max_num_batched_tokens >= smallest,
+        f"at least {smallest} (a whole block, and a token for each of --max-num-seqs)",
+    )
+    queued = batching.max_num_queued_reqs
+    _check("--max-num-queued-reqs", queued, queued >= 1, "a whole number from 1")
+    _check("--port", config.server.port, 0 <= config.server.port <= 65535, "0 (any free port) to 65535")
+
+
+def _check(option: str, value: object, ok: bool, allowed: str) -> None:
+    if not ok:
+        raise ValueError(f"{option} is {value!r}; allowed: {allowed}")

@@ -1,0 +1,152 @@
+"""Flags, the YAML file and the help come from `Config` alone."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from oasis_tp.cli import config_flags, main, parse_config
+from oasis_tp.config import Config, SparsityConfig
+from oasis_tp.validation import validate
+
+FLAGS = """
+--model --dtype --max-model-len --served-model-name --chat-template --revision --seed
+--tensor-parallel-size --distributed-timeout-seconds --device --comm --check-ranks
+--gpu-memory-utilization --device-kv-gb --host-kv-gb --block-size
+--attention --budget-tokens --recent-tokens --sink-blocks --hot-factor --sketch --tail-estimate
+--max-num-seqs --max-num-batched-tokens --max-num-queued-reqs
+--host --port --log-level
+"""
+
+
+def parse(*arguments: str) -> Config:
+    return parse_config(arguments, "prog", "A test.")[0]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        parse(*arguments)
+    assert exit_.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_the_list_of_flags_is_reviewed() -> None:
+    assert [flag.option for flag in config_flags()] == FLAGS.split()
+
+
+def test_no_arguments_give_the_defaults_and_they_are_valid() -> None:
+    assert parse() == Config()
+    validate(Config())
+
+
+def test_values_of_every_type() -> None:
+    config = parse(
+        "some/dir", "-tp", "2", "--max-model-len", "8k", "--served-model-name", "a", "b", "--no-tail-estimate",
+        "--check-ranks", "--hot-factor", "2.5", "--block-size", "32", "--host-kv-gb", "0", "--budget-tokens=1.5K",
+    )  # fmt: skip
+    assert (config.model.model, config.parallel.tensor_parallel_size) == ("some/dir", 2)
+    assert (config.model.max_model_len, config.sparsity.budget_tokens) == (8000, 1536)
+    assert config.model.served_model_name == ("a", "b")
+    assert (config.sparsity.tail_estimate, config.parallel.check_ranks) == (False, True)
+    assert (config.sparsity.hot_factor, config.memory.block_size, config.memory.host_kv_gb) == (2.5, 32, 0.0)
+    assert parse("--hot-factor", "auto").sparsity.hot_factor == "auto"
+
+
+@pytest.mark.parametrize("arguments", [("--port", "0", "m"), ("m", "--port", "0"), ("--model", "m", "--port", "0")])
+def test_the_model_may_stand_anywhere(arguments: tuple[str, ...]) -> None:
+    assert parse(*arguments).model.model == "m"
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "preset.yaml"
+    file.write_text(
+        "model: m\nmax-model-len: 8K\nbudget_tokens: 256\ntail-estimate: false\nserved-model-name: [a, b]\n"
+    )
+    config = parse("--config", str(file), "--budget-tokens", "512")
+    assert (config.model.model, config.model.max_model_len, config.model.served_model_name) == ("m", 8192, ("a", "b"))
+    assert (config.sparsity.budget_tokens, config.sparsity.tail_estimate) == (512, False)
+    assert parse("--config", str(file), "other", "--tail-estimate").model.model == "other"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("budget-token: 3", "did you mean --budget-tokens?"),
+        ("tail-estimate: 3", "true, false"),
+        ("port: [1, 2]", "one value"),
+        ("port: high", "whole number"),
+        ("port: true", "whole number"),
+        ("sketch: 3bit", "2bit"),
+        ("- a", "flag: value"),
+        ("a: [", "--config"),
+        ("port: 70000", "--port is 70000"),
+    ],
+)
+def test_a_faulty_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str) -> None:
+    file = tmp_path / "preset.yaml"
+    file.write_text(text)
+    assert said in refused(capsys, "--config", str(file))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--budget-token 3", "unknown option --budget-token; did you mean --budget-tokens?"),
+        ("--budget-tok=3", "unknown option --budget-tok;"),
+        ("--budget-tokens 0", "--budget-tokens is 0; allowed: a whole number from 1"),
+        ("--budget-tokens 1.5", "not a whole number"),
+        ("--recent-tokens 8", "--recent-tokens is 8; allowed: at least one block (16 tokens)"),
+        ("--recent-tokens 16 --block-size 32", "--recent-tokens"),
+        ("--hot-factor 0.5", "--hot-factor"),
+        ("--hot-factor nan", "--hot-factor"),
+        ("--hot-factor warm", "neither auto nor a number"),
+        ("--sink-blocks=-1", "--sink-blocks"),
+        ("--gpu-memory-utilization 1.1", "--gpu-memory-utilization"),
+        ("--gpu-memory-utilization nan", "--gpu-memory-utilization"),
+        ("--device-kv-gb 0", "--device-kv-gb"),
+        ("--host-kv-gb inf", "--host-kv-gb"),
+        ("--max-model-len 1", "--max-model-len"),
+        ("--max-num-seqs 0", "--max-num-seqs"),
+        ("--max-num-batched-tokens 8", "--max-num-batched-tokens is 8; allowed: at least 16"),
+        ("--max-num-queued-reqs 0", "--max-num-queued-reqs"),
+        ("--port 65536", "--port"),
+        ("-tp 0", "--tensor-parallel-size"),
+        ("--distributed-timeout-seconds 0", "--distributed-timeout-seconds"),
+        ("--dtype int4", "--dtype"),
+        ("a b", "more than one model"),
+        ("a --model b", "given twice"),
+        ("--config /no/such/file", "No such file"),
+    ],
+)
+def test_a_faulty_command_line_is_refused(capsys: pytest.CaptureFixture[str], arguments: str, said: str) -> None:
+    assert said in refused(capsys, *arguments.split())
+
+
+def test_an_entry_adds_its_own_options() -> None:
+    def extra(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--prompt", default="hi")
+
+    config, own = parse_config(["m", "--prompt", "x"], "prog", "A test.", extra)
+    assert (config.model.model, vars(own)) == ("m", {"prompt": "x"})
+    assert parse_config([], "prog", "A test.", extra)[1].prompt == "hi"
+
+
+def test_help_is_generated_and_fits_100_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    with pytest.raises(SystemExit) as exit_:
+        parse("--help")
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100
+    assert SparsityConfig.__doc__ is not None and SparsityConfig.__doc__ in text
+    for flag in config_flags():
+        assert flag.option in text and " ".join(flag.help.split()[:3]) in " ".join(text.split())
+
+
+def test_the_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert main(["serv"]) == 2
+    assert "did you mean serve?" in capsys.readouterr().err
+    assert main([]) == 2
