@@ -70,8 +70,8 @@ class TpGroup:
         return cls(RankInfo(), device, "none")
 
     @classmethod
-    def connect(cls, config: ParallelConfig, init_method: str | None = None) -> "TpGroup":
-        """Join this job's ranks and choose what carries the collectives.
+    def connect(cls, config: ParallelConfig) -> "TpGroup":
+        """Join this job's ranks (or use the process group that is there) and choose what carries the collectives.
 
         Raises:
             ValueError: a tensor-parallel size that is not the world size, or a --comm that cannot work here.
@@ -90,7 +90,6 @@ class TpGroup:
         if not dist.is_initialized():
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-                init_method=init_method,
                 rank=ranks.rank,
                 world_size=ranks.size,
                 timeout=timedelta(seconds=config.distributed_timeout_seconds),
@@ -255,7 +254,7 @@ def _load_shm(ranks: RankInfo) -> bool:
     before = {key: os.environ.get(key) for key in names}
     os.environ.update(names)
     try:
-        module.initialize(ranks.size, ranks.rank)  # type: ignore[union-attr,attr-defined]
+        module.initialize(ranks.size, ranks.rank)  # type: ignore[union-attr]
     finally:
         for key, value in before.items():
             if value is None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from oasis_tp.config import Config, SketchKind, SparsityConfig
@@ -81,7 +82,8 @@ class LLM:
 
     def _start(self, config: Config, extra_sketches: Sequence[SketchKind]) -> None:
         self.engine = Engine.create(config, extra_sketches=extra_sketches)
-        self.tokenizer = load_tokenizer(self.engine.model_dir)
+        template = config.model.chat_template
+        self.tokenizer = load_tokenizer(self.engine.model_dir, Path(template).read_text() if template else None)
         self._ids = count()
         self._open: dict[int, tuple[Completion, Detokenizer]] = {}
         self.engine.on_output = self._receive
@@ -145,7 +147,7 @@ class LLM:
                 spec = RequestSpec(
                     request_id=request_id, prompt_ids=tuple(ids), sampling=own, sparsity=sparsity, fork_of=parent
                 )
-                first = request_id if first is None and self.engine.scheduler.limits.host_tier else first
+                first = request_id if first is None else first
                 specs.append(spec)
                 completion = Completion()
                 output.outputs.append(completion)
@@ -170,13 +172,14 @@ class LLM:
             completion, text = self._open[output.request_id]
             if output.token_id is not None:
                 completion.token_ids.append(output.token_id)
-                completion.text += text.push(output.token_id)
+                if output.finish_reason != FinishReason.STOP:
+                    completion.text += text.push(output.token_id)
             if output.logprobs is not None:
                 completion.logprobs.append(output.logprobs)
             completion.kv, completion.error = output.kv, output.error
             if text.stopped and output.finish_reason is None:
                 self.engine.abort(output.request_id)
-            if text.stopped or output.finish_reason is not None:
+            if output.finish_reason is not None:
                 completion.finish_reason = FinishReason.STOP if text.stopped else output.finish_reason
                 completion.text += text.finish()
                 del self._open[output.request_id]

@@ -13,6 +13,10 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+class QueueFullError(ValueError):
+    """More requests wait than --max-num-queued-reqs allows."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """How tokens are chosen and when to stop.

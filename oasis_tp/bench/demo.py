@@ -265,6 +265,7 @@ def main(argv: list[str] | None = None) -> int:
                 },
             )
     except (OSError, RuntimeError) as error:
+        server.stop()  # its last words come with its end
         print(f"demo failed: {error}", *server.unseen_lines(), sep="\n", file=sys.stderr)
         return 1
     finally:

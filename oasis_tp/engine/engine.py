@@ -15,14 +15,10 @@ from oasis_tp.engine.sampler import Sampled
 from oasis_tp.engine.scheduler import Scheduler
 from oasis_tp.engine.startup import Started, start
 from oasis_tp.kv.layout import RUN_BLOCKS
-from oasis_tp.request import FinishReason, Request, RequestSpec, SamplingParams, TokenOutput
+from oasis_tp.request import FinishReason, QueueFullError, Request, RequestSpec, SamplingParams, TokenOutput
 
 IDLE_SECONDS = 0.5
 """An idle rank 0 exchanges at least this often, so that waiting ranks know it lives."""
-
-
-class QueueFullError(ValueError):
-    """More requests wait than --max-num-queued-reqs allows."""
 
 
 class Engine:
@@ -48,11 +44,9 @@ class Engine:
         self._stats = EngineStats(kv_pages_total=limits.num_pages, host_blocks_total=limits.num_host_blocks)
 
     @classmethod
-    def create(
-        cls, config: Config, *, extra_sketches: Sequence[SketchKind] = (), init_method: str | None = None
-    ) -> "Engine":
+    def create(cls, config: Config, *, extra_sketches: Sequence[SketchKind] = ()) -> "Engine":
         """Join the ranks, load the model, plan memory and print what fits (see engine/startup.py). Collective."""
-        return cls(config, start(config, tuple(extra_sketches), init_method))
+        return cls(config, start(config, tuple(extra_sketches)))
 
     def submit(self, spec: RequestSpec) -> None:
         """Queue a request. What rank 0 queues counts; on the other ranks this only checks it.
@@ -170,7 +164,8 @@ class Engine:
                 continue
             for request in self.scheduler.abort(item):
                 self.runner.sampler.forget(item)
-                outputs.append(TokenOutput(request_id=request.request_id, finish_reason=FinishReason.ABORT))
+                kv = kv_stats(self.runner, [request])[0] if request.row >= 0 else None
+                outputs.append(TokenOutput(request_id=item, finish_reason=FinishReason.ABORT, kv=kv))
         return outputs
 
     def _report(self, plan: StepPlan, sampled: Sampled, ended: list[Request]) -> list[TokenOutput]:

@@ -92,10 +92,8 @@ class Scheduler:
                 f"--max-model-len is {limits.max_model_len}: ask for at most {limits.max_model_len - num_prompt} tokens"
             )
         request = Request(spec=spec, max_total_tokens=num_prompt + wanted, sparsity=spec.sparsity or limits.sparsity)
-        if (spec.hold or spec.fork_of is not None) and not limits.host_tier:
-            raise ValueError(
-                "forks share a prompt's KV in the host tier, and --host-kv-gb is 0: start with a host tier"
-            )
+        if spec.hold and not limits.host_tier:
+            raise ValueError("a held prompt lives in the host tier, and --host-kv-gb is 0: start with a host tier")
         num_pages = self._num_pages(request)
         if num_pages > limits.num_pages:
             raise ValueError(
@@ -120,9 +118,9 @@ class Scheduler:
         return request
 
     def add(self, spec: RequestSpec) -> None:
-        """Queue a request that `make_request` accepts. A fork of a prompt that is not there is a plain request."""
+        """Queue a request that `make_request` accepts. A fork of what cannot be shared is a plain request."""
         parent = spec.fork_of
-        if parent is not None and self._prompt_of(parent) != spec.prompt_ids:
+        if parent is not None and not (self.limits.host_tier and self._prompt_of(parent) == spec.prompt_ids):
             spec = replace(spec, fork_of=None)
         self.waiting.append(self.make_request(spec))
 

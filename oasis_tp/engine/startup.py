@@ -35,7 +35,7 @@ class Started:
     model_dir: Path
 
 
-def start(config: Config, extra_sketches: tuple[SketchKind, ...], init_method: str | None) -> Started:
+def start(config: Config, extra_sketches: tuple[SketchKind, ...]) -> Started:
     """Everything before the first step.
 
     `extra_sketches` are kept beside --sketch, so that requests may choose between them (benchmarks).
@@ -43,7 +43,7 @@ def start(config: Config, extra_sketches: tuple[SketchKind, ...], init_method: s
     Raises:
         ValueError: a setting, model or machine that cannot work; raised on every rank.
     """
-    tp = TpGroup.connect(config.parallel, init_method)
+    tp = TpGroup.connect(config.parallel)
     model_dir, arch, max_model_len = _on_every_rank(tp, lambda: _find_model(config))
     dtype = _choose_dtype(config.model.dtype, arch, tp.device)
 

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from oasis_tp import __version__
 from oasis_tp.config import Config
+from oasis_tp.request import QueueFullError
 from oasis_tp.server.bridge import EngineBridge, EngineDeadError, OutputStream
 from oasis_tp.server.generation import Generation
 from oasis_tp.server.metrics import CONTENT_TYPE, Metrics
@@ -70,6 +71,8 @@ def create_app(bridge: EngineBridge, tokenizer: TokenizerLike, config: Config) -
             if sparsity is not None:
                 validate_sparsity(sparsity, config.memory.block_size, lambda name: f"sparsity.{name}")
             stream = bridge.open(prompts, sampling, sparsity)
+        except QueueFullError as error:
+            raise ApiError(429, str(error), code="queue_full") from error
         except ValueError as error:
             raise ApiError(400, str(error)) from error
         except EngineDeadError as error:

@@ -45,11 +45,10 @@ class OutputStream:
         return self._ready.popleft()
 
     def abort(self, choice: int) -> None:
-        """End one choice early: no further outputs of it are yielded."""
-        for request_id in [request_id for request_id, index in self._choice_of.items() if index == choice]:
-            self._bridge._abort(request_id)
-            del self._choice_of[request_id]
-        self._ready = deque(item for item in self._ready if item[0] != choice)
+        """End one choice early; its last output, with an abort, still comes, and perhaps a token before it."""
+        for request_id, index in self._choice_of.items():
+            if index == choice:
+                self._bridge._abort(request_id)
 
     def close(self) -> None:
         """Abort whatever has not ended; harmless when everything has."""

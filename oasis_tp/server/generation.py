@@ -81,7 +81,8 @@ class Generation:
 
     def _delta(self, index: int, choice: _Choice, output: TokenOutput) -> ChoiceDelta:
         finish, text, reports = output.finish_reason, "", None
-        if output.token_id is not None:
+        was_stopped = choice.detokenizer.stopped
+        if output.token_id is not None and not was_stopped:
             self.num_completion_tokens += 1
             choice.timer.token()
             if finish is not FinishReason.STOP:  # the token that means the end is not text
@@ -90,9 +91,9 @@ class Generation:
                 reports = [self._report(choice, output)]
         if finish is not None:
             text += choice.detokenizer.finish()
-        if choice.detokenizer.stopped:
-            if finish is None:
-                self.stream.abort(index)
+        if choice.detokenizer.stopped and finish is None and not was_stopped:
+            self.stream.abort(index)
+        if choice.detokenizer.stopped and finish is FinishReason.ABORT:
             finish = FinishReason.STOP
         if finish is not None:
             choice.ended = True
