@@ -102,13 +102,15 @@ class Scheduler:
             )
         if limits.max_slots < num_pages < self._num_blocks(request):
             raise ValueError(
-                f"budget_tokens {request.sparsity.budget_tokens} keeps {num_pages} blocks on the device and this engine "
-                f"was planned for {limits.max_slots}: ask for less, or start it with a larger --budget-tokens or "
-                "--hot-factor"
+                f"budget_tokens {request.sparsity.budget_tokens} keeps {num_pages} blocks on the device and this "
+                f"engine was planned for {limits.max_slots}: ask for less, or start it with a larger --budget-tokens "
+                "or --hot-factor"
             )
-        num_runs = runs_for(self._num_blocks(request))
-        if spec.fork_of is not None:
-            num_runs += runs_for(num_prompt // limits.block_size)
+        num_blocks, num_shared = self._num_blocks(request), num_prompt // limits.block_size
+        num_runs = runs_for(num_blocks)
+        prefix = self._prefixes.get(spec.fork_of) if spec.fork_of is not None else None
+        if prefix is not None and prefix.held:
+            num_runs = len(prefix.runs) + runs_for(num_blocks - num_shared)
         if num_runs > self.runs.num_runs:
             run_tokens = limits.block_size * RUN_BLOCKS
             raise ValueError(
@@ -140,8 +142,11 @@ class Scheduler:
         """Admit whoever fits, then give every decoding request a row and fill the step with prompt chunks."""
         plan = StepPlan(released_rows=self._released_rows, dropped_prefixes=self._dropped_prefixes)
         self._released_rows, self._dropped_prefixes = [], []
-        while self.waiting and self._admit(self.waiting[0], plan):
-            self.waiting.popleft()
+        while self.waiting:
+            if self._admit(self.waiting[0], plan):
+                self.waiting.popleft()
+            elif self.running or not self._release_prefixes():
+                break
         started = {start.request.request_id for start in plan.starts}
         for request in self.running.values():
             if request.num_computed >= request.num_prompt_tokens and request.request_id not in started:
@@ -293,8 +298,19 @@ class Scheduler:
                 del self._prefixes[parent_id]
                 self._dropped_prefixes.append(parent_id)
 
+    def _release_prefixes(self) -> bool:
+        """Let go of prompts that are kept for forks only, so that whoever is at the head fits; False: there are none.
+
+        Called when nothing runs: then these alone may be in its way, and its turn comes before theirs.
+        """
+        parent_ids = [parent_id for parent_id, prefix in self._prefixes.items() if not prefix.held]
+        for parent_id in parent_ids:
+            self._promote_forks(parent_id)
+        self._drop_idle_prefixes()
+        return bool(parent_ids)
+
     def _promote_forks(self, parent_id: int) -> None:
-        """The parent ended before its prompt was done: its first fork prefills instead, the others follow that one."""
+        """There is no finished prompt to start from: the first fork prefills instead, the others follow that one."""
         forks = self._forks_of(parent_id)
         for index, fork in enumerate(forks):
             fork.spec = replace(fork.spec, fork_of=forks[0].request_id if index else None)

@@ -126,8 +126,8 @@ def plan_capacity(
     if num_pages < need:
         raise ValueError(
             f"device KV holds {num_pages} pages per rank in {_gib(max(0, device_bytes))}, but one request of "
-            f"{max_model_len} tokens needs {need} ({_gib(need * page_bytes)}): raise --device-kv-gb, or lower --max-model-len"
-            + ("" if own.budget is None else ", --budget-tokens or --hot-factor")
+            f"{max_model_len} tokens needs {need} ({_gib(need * page_bytes)}): raise --device-kv-gb, or lower "
+            "--max-model-len" + ("" if own.budget is None else ", --budget-tokens or --hot-factor")
         )
     return Capacity(num_pages=num_pages, num_host_blocks=num_host, hot_factor=hot_factor)
 
