@@ -254,7 +254,7 @@ def _load_shm(ranks: RankInfo) -> bool:
     before = {key: os.environ.get(key) for key in names}
     os.environ.update(names)
     try:
-        module.initialize(ranks.size, ranks.rank)  # type: ignore[union-attr]
+        module.initialize(ranks.size, ranks.rank)  # type: ignore[attr-defined]
     finally:
         for key, value in before.items():
             if value is None:

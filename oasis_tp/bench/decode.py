@@ -1,8 +1,8 @@
 """Time of a decode step at a context and batch: this engine's modes and other engines on the same weights, interleaved.
 
 One prompt of technical prose is prefilled per context and held; a batch is that many forks of it, each sampling its
-own way on. Forks share the prompt's host KV and sketches and own their pages. In every round each engine and mode in turn
-decodes the same number of steps from the same context, so that whatever else the machine does falls on all alike.
+own way on. Forks share the prompt's host KV and sketches and own their pages. In every round each engine and mode in
+turn decodes the same number of steps from the same context, so whatever else the machine does falls on all alike.
 
 Ceiling: the bytes a step must read (weights once; per request its pinned and selected KV, and the sketch of every
 candidate) over the memory bandwidth measured here. Peers run alone on one rank, with synthetic keys and values.
@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from statistics import fmean, median
 from typing import Any, get_args
@@ -104,7 +105,7 @@ def _timed(action: Callable[[], object], device: torch.device) -> float:
 
 
 def read_weight_bytes(model: LlamaModel) -> int:
-    """Bytes of all ranks' weights that a decode step reads: an embedding table that is not the head is only looked up."""
+    """Bytes of all ranks' weights that a decode step reads: an embedding that is not the head is only looked up in."""
     local = weight_bytes(model) - (0 if model.head is model.embedding else model.embedding.weight.nbytes)
     return int(model.tp.sum_over_ranks(torch.tensor([local], dtype=torch.float64)))
 
@@ -320,40 +321,40 @@ def main(args: argparse.Namespace) -> int:
     forks = Forks(engine, load_tokenizer(engine.model_dir).encode(prose(), add_special_tokens=False))
     layout = replace(engine.runner.cache.layout, num_kv_heads=model.arch.num_kv_heads)
     weights, bandwidth = read_weight_bytes(model), bytes_per_second(tp)
+    modes = {mode: replace(sparse, attention=mode) for mode in args.modes}
+    dense = replace(sparse, attention="dense")
     rows = []
     for context in args.contexts:
         held = forks.hold(context - num_new)
         for batch in args.batches:
-            contestants = []
-            for mode in args.modes:
-                sparsity = replace(sparse, attention=mode)
-                contestants.append(
-                    Contestant(
-                        engine="oasis_tp",
-                        mode=mode,
-                        context=context,
-                        batch=batch,
-                        ceiling_bytes=step_bytes(weights, layout, sparsity, context, batch),
-                        decode=lambda steps, sparsity=sparsity: forks.decode(held, sparsity, batch, steps),
-                    )
+            here = {"context": context, "batch": batch}
+            contestants = [
+                Contestant(
+                    engine="oasis_tp",
+                    mode=mode,
+                    **here,
+                    ceiling_bytes=step_bytes(weights, layout, sparsity, context, batch),
+                    decode=partial(forks.decode, held, sparsity, batch),
                 )
-            for name, peer in peers.items():
-                contestants.append(
-                    Contestant(
-                        engine=name,
-                        mode="dense",
-                        context=context,
-                        batch=batch,
-                        ceiling_bytes=step_bytes(weights, layout, replace(sparse, attention="dense"), context, batch),
-                        decode=lambda steps, peer=peer: peer.decode(context - num_new + 1, batch, steps),
-                    )
+                for mode, sparsity in modes.items()
+            ] + [
+                Contestant(
+                    engine=name,
+                    mode="dense",
+                    **here,
+                    ceiling_bytes=step_bytes(weights, layout, dense, context, batch),
+                    # As many cached tokens as the forks have after their first token.
+                    decode=partial(peer.decode, context - num_new, batch),
                 )
+                for name, peer in peers.items()
+            ]
             for _ in range(args.rounds):
                 for contestant in contestants:
                     contestant.run(args.steps)
             rows += [contestant.row(bandwidth) for contestant in contestants]
-            for contestant in contestants if args.profile and tp.rank == 0 and tp.size == 1 else []:
-                print(profile_step(f"{contestant.engine} {contestant.mode} {batch}x{context}", contestant))
+            if args.profile and tp.size == 1:
+                for contestant in contestants:
+                    print(profile_step(f"{contestant.engine} {contestant.mode} {batch}x{context}", contestant))
         forks.release(held)
     if tp.rank == 0:
         print(

@@ -106,11 +106,11 @@ class Scheduler:
                 f"engine was planned for {limits.max_slots}: ask for less, or start it with a larger --budget-tokens "
                 "or --hot-factor"
             )
-        num_blocks, num_shared = self._num_blocks(request), num_prompt // limits.block_size
-        num_runs = runs_for(num_blocks)
-        prefix = self._prefixes.get(spec.fork_of) if spec.fork_of is not None else None
-        if prefix is not None and prefix.held:
-            num_runs = len(prefix.runs) + runs_for(num_blocks - num_shared)
+        num_runs = runs_for(self._num_blocks(request))
+        if spec.fork_of is not None:
+            # Its own blocks, beside its parent's prompt.
+            num_runs = runs_for(self._num_blocks(request) - num_prompt // limits.block_size)
+            num_runs += runs_for(ceil_div(num_prompt, limits.block_size))
         if num_runs > self.runs.num_runs:
             run_tokens = limits.block_size * RUN_BLOCKS
             raise ValueError(

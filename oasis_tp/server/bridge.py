@@ -53,7 +53,7 @@ class OutputStream:
     def close(self) -> None:
         """Abort whatever has not ended; harmless when everything has."""
         for request_id in self._choice_of:
-            self._bridge._abort(request_id)
+            self._bridge._forget(request_id)
         self._choice_of.clear()
         self._ready.clear()
         self._wake.set()
@@ -144,8 +144,12 @@ class EngineBridge:
         ]
 
     def _abort(self, request_id: int) -> None:
-        if self._streams.pop(request_id, None) is not None:
+        if request_id in self._streams:
             self._engine.abort(request_id)
+
+    def _forget(self, request_id: int) -> None:
+        self._abort(request_id)
+        self._streams.pop(request_id, None)
 
     def _on_output(self, outputs: list[TokenOutput]) -> None:
         """On the engine thread, after each step. A loop that is gone has no one left to tell."""

@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from oasis_tp.models.tokenizer import Tokenizer
-from oasis_tp.request import FinishReason, KvStats, RequestSpec, TokenLogprobs, TokenOutput
+from oasis_tp.request import FinishReason, KvStats, QueueFullError, RequestSpec, TokenLogprobs, TokenOutput
 
 ANSWER = "Grüße, 😀 world! END of story"
 TEMPLATE = (
@@ -79,6 +79,7 @@ class FakeEngine:
         self.aborted: set[int] = set()
         self.counts = FakeStats()
         self._live: dict[int, int] = {}  # request id -> tokens given
+        self._ended: list[TokenOutput] = []
         self._change = threading.Condition()
         self._stopped = False
 
@@ -101,7 +102,7 @@ class FakeEngine:
             raise ValueError("a token id is outside the vocabulary")
         with self._change:
             if len(self._live) >= 8:
-                raise ValueError("the queue is full")
+                raise QueueFullError("8 requests are waiting")
             self.specs.append(spec)
             self._live[spec.request_id] = 0
             self._change.notify_all()
@@ -110,6 +111,7 @@ class FakeEngine:
         with self._change:
             if self._live.pop(request_id, None) is not None:
                 self.aborted.add(request_id)
+                self._ended.append(TokenOutput(request_id=request_id, finish_reason=FinishReason.ABORT, kv=KV))
                 self._change.notify_all()
 
     def stop(self) -> None:
@@ -126,10 +128,11 @@ class FakeEngine:
     def run(self) -> None:
         while not self._stopped:
             with self._change:
-                self._change.wait_for(lambda: self._live and self.answering, timeout=0.02)
+                self._change.wait_for(lambda: self._ended or (self._live and self.answering), timeout=0.02)
                 if self.fail_with is not None and self._live:
                     self.counts.dead = "the engine has failed"
                     raise self.fail_with
+                aborted, self._ended = self._ended, []
                 outputs = [self._next(request_id) for request_id in self._live] if self.answering else []
                 for output in outputs:
                     if output.finish_reason is not None:
@@ -137,7 +140,7 @@ class FakeEngine:
                 self._change.notify_all()
             self.counts.steps += 1
             self.counts.last_step_time = time.monotonic()
-            self.on_output(outputs)
+            self.on_output(aborted + outputs)
             if self.endless:
                 time.sleep(0.001)
 

@@ -85,10 +85,18 @@ def test_prompts_in_all_four_shapes_and_n(served: Any) -> None:
 @pytest.mark.parametrize("stop", ["END", ["xx", "END of"]])
 def test_a_stop_string_across_tokens_ends_the_request_and_never_leaks(served: Any, stop: Any) -> None:
     served.engine.endless = True
-    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 10000, "stop": stop, "stream": True}
+    body = {
+        "model": "tiny",
+        "prompt": PROMPT,
+        "max_tokens": 10000,
+        "stop": stop,
+        "stream": True,
+        "return_kv_stats": True,
+    }
     chunks = events(served.http.post("/v1/completions", json=body).text)
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == ANSWER.split("END")[0]
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    assert chunks[-1]["choices"][0]["kv"]["mode"] == "resolve"
     served.engine.wait_until(lambda: served.engine.aborted == {served.engine.specs[0].request_id})
 
 
@@ -242,7 +250,7 @@ def test_too_long_names_both_numbers_and_unknown_model_is_404(served: Any) -> No
 def test_a_refused_fork_leaves_none_of_its_siblings_running(served: Any) -> None:
     served.engine.answering = False
     reply = served.http.post("/v1/completions", json={"prompt": PROMPT, "n": 9})
-    assert (reply.status_code, reply.json()["error"]["message"]) == (400, "the queue is full")
+    assert (reply.status_code, reply.json()["error"]["message"]) == (429, "8 requests are waiting")
     assert len(served.engine.aborted) == 8
 
 

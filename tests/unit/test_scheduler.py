@@ -97,7 +97,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.prompt_done: set[int] = set()
         self.ended: set[int] = set()
         self.holds: set[int] = set()
-        self.parent: dict[int, int] = {}
+        self.num_prompt: dict[int, int] = {}
 
     @initialize(
         num_pages=st.integers(6, 60),
@@ -128,21 +128,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Forks of some request that was seen before, whatever became of it, or of a new one."""
         if which < len(self.order):
             first = self.order[-1 - which]
-            num_prompt = self.num_prompt[first] if first in self.num_prompt else num_prompt
+            num_prompt = self.num_prompt[first]
         else:
             first = self.next_id
             if not self._submit(make_spec(first, num_prompt, max_tokens)):
                 return
         for _ in range(count):
             self._submit(make_spec(self.next_id, num_prompt, max_tokens, fork_of=first))
-
-    @property
-    def num_prompt(self) -> dict[int, int]:
-        return self._num_prompt
-
-    @initialize()
-    def forget(self) -> None:
-        self._num_prompt: dict[int, int] = {}
 
     def _submit(self, spec: RequestSpec) -> bool:
         self.next_id += 1
@@ -152,10 +144,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             return False
         for scheduler in (self.scheduler, self.twin):
             scheduler.add(spec)
-        if self.scheduler.waiting[-1].spec.fork_of is not None and spec.fork_of is not None:
-            self.parent[spec.request_id] = spec.fork_of
         self.order.append(spec.request_id)
-        self._num_prompt[spec.request_id] = len(spec.prompt_ids)
+        self.num_prompt[spec.request_id] = len(spec.prompt_ids)
         if spec.hold:
             self.holds.add(spec.request_id)
         return True
@@ -216,7 +206,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for index, block in enumerate(request.host_blocks[: -(-request.max_total_tokens // BLOCK)]):
                 other = owners.setdefault(block, (request.request_id, index))
                 if other[0] != request.request_id:
-                    shared = min(request.num_prompt_tokens, self._num_prompt[other[0]]) // BLOCK
+                    shared = min(request.num_prompt_tokens, self.num_prompt[other[0]]) // BLOCK
                     assert other[1] == index < shared, f"host block {block} belongs to two requests"
                     assert scheduler.running[other[0]].spec.prompt_ids == request.spec.prompt_ids
         rows = [r.row for r in scheduler.running.values()]
@@ -230,7 +220,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 scheduler.abort(request_id)
         draw = random.Random(0)
         # Every running request gains a token or a chunk at least every second step, and one always runs.
-        bound = 20 + sum(2 * (r.max_total_tokens + 2) for r in [*self.scheduler.waiting, *self.scheduler.running.values()])
+        bound = 20 + sum(
+            2 * (r.max_total_tokens + 2) for r in [*self.scheduler.waiting, *self.scheduler.running.values()]
+        )
         for _ in range(bound):
             if not self.scheduler.has_work:
                 break
@@ -257,6 +249,7 @@ TestSchedulerMachine.settings = settings(
         (make_spec(0, 300, sparsity=replace(SPARSITY, attention="dense")), {"num_pages": 19}, ["20", "19", "--device"]),
         (make_spec(0, 500), {"num_runs": 1}, ["512", "256", "--host-kv-gb"]),
         (make_spec(0, 500, sparsity=replace(SPARSITY, budget_tokens=240)), {}, ["240", "26", "6", "--budget-tokens"]),
+        (make_spec(1, 5, fork_of=0), {"num_runs": 1}, ["512", "256", "--host-kv-gb"]),
         (make_spec(0, 20, hold=True), {"host_tier": False}, ["--host-kv-gb is 0"]),
     ],
 )
