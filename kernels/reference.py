@@ -158,3 +158,53 @@ def top_blocks(scores: torch.Tensor, k: int) -> torch.Tensor:
         best = sorted(range(len(row)), key=lambda position: (-row[position], position))[:k]
         rows.append(sorted(best))
     return torch.tensor(rows, dtype=torch.int64).reshape(scores.shape[0], -1)
+
+
+# Attention.
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tail_logits: torch.Tensor | None = None,
+    tail_values: torch.Tensor | None = None,
+    use_tail: bool = False,
+    hidden: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One row over T tokens: q [H, G, D], k and v [H, T, D], hidden [H, T] -> output [H, G, D], missed mass [H, G].
+
+    Blocks left out are one more term each of both sums of the softmax: their estimated mass exp(tail_logits [H, G, n])
+    and that times their mean value tail_values [H, n, D]. Without `use_tail` they count in the missed mass alone.
+    """
+    num_kv_heads, group, head_dim = q.shape
+    out = torch.full((num_kv_heads, group, head_dim), math.nan, dtype=torch.float64)
+    missed = torch.zeros(num_kv_heads, group, dtype=torch.float64)
+    for h in range(num_kv_heads):
+        seen = [t for t in range(k.shape[1]) if hidden is None or not hidden[h, t]]
+        for g in range(group):
+            logits = {t: float(q[h, g].double() @ k[h, t].double()) / math.sqrt(head_dim) for t in seen}
+            tail = [] if tail_logits is None else tail_logits[h, g].tolist()
+            highest = max([*logits.values(), *tail])
+            weights = {t: math.exp(logit - highest) for t, logit in logits.items()}
+            outside = [math.exp(logit - highest) for logit in tail]
+            total = sum(weights.values())
+            missed[h, g] = sum(outside) / (total + sum(outside))
+            value = torch.zeros(head_dim, dtype=torch.float64)
+            for t, weight in weights.items():
+                value += weight * v[h, t].double()
+            if use_tail and tail_values is not None:
+                for block, weight in enumerate(outside):
+                    if weight > 0:
+                        value += weight * tail_values[h, block].double()
+                total += sum(outside)
+            out[h, g] = value / total
+    return out, missed
+
+
+def attend_chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> torch.Tensor:
+    """Causal attention of tokens [start, start + T): q [T, heads, D], k and v [H, start + T, D] -> [T, heads, D]."""
+    num_tokens, num_heads, head_dim = q.shape
+    grouped = q.view(num_tokens, k.shape[0], num_heads // k.shape[0], head_dim)
+    rows = [attend(grouped[t], k[:, : start + t + 1], v[:, : start + t + 1])[0] for t in range(num_tokens)]
+    return torch.stack(rows).reshape(num_tokens, num_heads, head_dim)

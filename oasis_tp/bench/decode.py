@@ -245,17 +245,6 @@ def format_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def profile_step(name: str, contestant: Contestant) -> str:
-    """Where the time of a few steps goes, by operator (starting the batch is in it)."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profile:
-        contestant.decode(4)
-    order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-    return f"{name}\n{profile.key_averages().table(sort_by=order, row_limit=12, max_name_column_width=40)}"
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2", help="as for oasis_tp.serve (default: smollm2)")
     parser.add_argument("--revision", default=None, help="branch, tag or commit of a Hugging Face id")
@@ -275,7 +264,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sketch", choices=get_args(SketchKind), default="2bit", help="(default: 2bit)")
     parser.add_argument("--steps", type=int, default=8, help="steps timed in each round (default: 8)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of every engine and mode (default: 3)")
-    parser.add_argument("--profile", action="store_true", help="print where each mode's time goes, by operator")
 
 
 def _names(allowed: tuple[str, ...]) -> Callable[[str], list[str]]:
@@ -352,9 +340,6 @@ def main(args: argparse.Namespace) -> int:
                 for contestant in contestants:
                     contestant.run(args.steps)
             rows += [contestant.row(bandwidth) for contestant in contestants]
-            if args.profile and tp.size == 1:
-                for contestant in contestants:
-                    print(profile_step(f"{contestant.engine} {contestant.mode} {batch}x{context}", contestant))
         forks.release(held)
     if tp.rank == 0:
         print(

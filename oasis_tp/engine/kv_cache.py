@@ -186,7 +186,7 @@ class KvCache:
                 state=state,
                 position=position,
                 candidates=(first, last),
-                sink_blocks=torch.arange(min(first, position // block), device=self.device).expand(heads, -1),
+                sink_blocks=torch.arange(first, device=self.device).expand(heads, -1),
                 recent_blocks=torch.arange(last, position // block + 1, device=self.device).expand(heads, -1),
             )
             if state.resident:

@@ -28,22 +28,24 @@ def kv_memory(config: MemoryConfig, tp: TpGroup, reserved_bytes: int) -> tuple[i
     Raises:
         ValueError: a size was asked for that the machine does not have.
     """
-    available = available_host_bytes()
-    host = available // 2 // tp.local_size if config.host_kv_gb is None else int(config.host_kv_gb * GIB)
-    if config.host_kv_gb is not None and host > available:
+    available, ranks = available_host_bytes(), tp.local_size
+    on_cpu = tp.device.type == "cpu"
+    host = available // 2 // ranks if config.host_kv_gb is None else int(config.host_kv_gb * GIB)
+    device = available // 4 // ranks if config.device_kv_gb is None else int(config.device_kv_gb * GIB)
+    if (host + device * on_cpu) * ranks > available:
+        asked = {"--host-kv-gb": config.host_kv_gb, "--device-kv-gb": config.device_kv_gb if on_cpu else None}
+        given = " ".join(f"{flag} {value:g}" for flag, value in asked.items() if value is not None)
         raise ValueError(
-            f"--host-kv-gb {config.host_kv_gb}: only {available / GIB:.1f} GiB of host memory are available; it is per "
-            f"rank, and {tp.local_size} rank(s) share this host"
+            f"{given}: {ranks} rank(s) on this host would take {(host + device * on_cpu) * ranks / GIB:.2f} GiB of its "
+            f"memory, and {available / GIB:.2f} GiB are available; ask for less (the sizes are per rank)"
         )
-    if config.device_kv_gb is not None:
-        return int(config.device_kv_gb * GIB), host
-    if tp.device.type == "cpu":
-        return available // 4 // tp.local_size, host
+    if on_cpu or config.device_kv_gb is not None:
+        return device, host
     free, total = torch.cuda.mem_get_info(tp.device)
     planned = int(total * config.gpu_memory_utilization) - (total - free) - reserved_bytes
     if planned <= 0:
         raise ValueError(
-            f"--gpu-memory-utilization {config.gpu_memory_utilization}: weights and workspace leave no room for "
-            "KV pages; raise it"
+            f"--gpu-memory-utilization {config.gpu_memory_utilization:g}: weights and workspace leave no "
+            "room for KV pages; raise it"
         )
     return planned, host

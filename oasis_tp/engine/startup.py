@@ -165,7 +165,8 @@ def _agree(tp: TpGroup, shape: CacheShape, sparsity: SparsityConfig) -> CacheSha
     pages, blocks, factor, host = tp.min_over_ranks(
         [mine.num_pages, mine.num_host_blocks, int(mine.hot_factor * scale), host]
     )
-    capacity = Capacity(num_pages=pages, num_host_blocks=blocks, hot_factor=factor / scale)
+    hot_factor = factor / scale if sparsity.hot_factor == "auto" else mine.hot_factor  # asked for: kept exactly
+    capacity = Capacity(num_pages=pages, num_host_blocks=blocks, hot_factor=hot_factor)
     selection = SelectionLayout.from_config(sparsity, shape.layout.block_size, capacity.hot_factor)
     slots = selection.num_pages(shape.layout.num_blocks(shape.max_model_len), host_tier=bool(host))
     return replace(shape, capacity=capacity, host_tier=bool(host), max_slots=slots)

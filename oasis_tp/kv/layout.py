@@ -56,8 +56,9 @@ class SelectionLayout:
 
     def candidates(self, position: int) -> tuple[int, int]:
         """Candidate blocks [first, last) of a row at `position`; empty when everything below it is pinned."""
-        first = self.sink
-        return first, max(first, position // self.block_size - self.recent)
+        block = position // self.block_size
+        first = min(self.sink, block)
+        return first, max(first, block - self.recent)
 
     @property
     def pinned(self) -> int:
@@ -68,7 +69,8 @@ class SelectionLayout:
         """Pages a request of `total_blocks` owns for life: R of engine terms, or everything if nothing may leave."""
         if self.budget is None or not host_tier:
             return total_blocks
-        return min(total_blocks, math.ceil(self.hot_factor * self.budget) + self.pinned)
+        hot = math.ceil(round(self.hot_factor * self.budget, 6))  # 70 times 1.1 is 77, not a hair more
+        return min(total_blocks, hot + self.pinned)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from oasis_tp.config import SparsityConfig
 from oasis_tp.llm import LLM
-from oasis_tp.request import SamplingParams
+from oasis_tp.request import RequestSpec, SamplingParams
 from tests.dist.ranks import run_on_ranks
 from tests.tiny import make_tiny
 
@@ -146,11 +147,68 @@ def test_several_choices_share_a_prompt_and_sample_apart(model: str) -> None:
     assert alone[0].outputs[0].token_ids == first[2].token_ids
 
 
+def test_bit_equal_at_other_block_sizes(model: str) -> None:
+    settings = SMALL | {"block_size": 32, "recent_tokens": 32, "budget_tokens": 96}
+    few, many = (answers(LLM(model, hot_factor=factor, **settings), prompts()) for factor in (1, 3))
+    assert [(a["ids"], a["logprobs"]) for a in few] == [(a["ids"], a["logprobs"]) for a in many]
+    assert few[0]["kv"]["missed_blocks"] > many[0]["kv"]["missed_blocks"] > 0
+
+
+def mixed_ends(llm: LLM) -> dict[int, str]:
+    """Requests that end in every way there is: done, aborted at any stage, not finite."""
+    poison, embedding = 310, llm.engine.runner.model.embedding
+    with torch.inference_mode():
+        embedding.weight[torch.arange(embedding.start, embedding.start + len(embedding.weight)) == poison] = float("nan")
+    ends: dict[int, str] = {}
+    poisoned: set[int] = set()
+    llm.engine.on_output = lambda outputs: ends.update(
+        {output.request_id: str(output.finish_reason) for output in outputs if output.finish_reason is not None}
+    )
+    rng = random.Random(1)
+    for request_id in range(30):
+        ids = [rng.randrange(3, 310) for _ in range(rng.choice((5, 40, 200, 333)))]
+        if request_id % 7 == 3:
+            ids[len(ids) // 2] = poison
+        sampling = SamplingParams(max_tokens=rng.choice((1, 17, 60)), temperature=0.0, ignore_eos=request_id % 2 == 0)
+        fork_of = request_id - 1 if request_id % 5 == 4 else None
+        if fork_of is not None:
+            ids = list(llm.engine.scheduler.waiting[-1].spec.prompt_ids) if llm.engine.scheduler.waiting else ids
+        poisoned.update({request_id} if poison in ids else ())
+        llm.engine.submit(
+            RequestSpec(request_id=request_id, prompt_ids=tuple(ids), sampling=sampling, fork_of=fork_of)
+        )
+        if rng.random() < 0.7:
+            llm.engine.step()
+        if request_id % 4 == 1:
+            llm.engine.abort(rng.randrange(request_id + 1))
+        llm.engine.check_integrity()
+    while llm.engine.has_work:
+        llm.engine.step()
+        llm.engine.check_integrity()
+    scheduler = llm.engine.scheduler
+    assert scheduler.pages.num_free == scheduler.pages.num_pages
+    assert scheduler.runs.num_free == scheduler.runs.num_runs
+    assert not llm.engine.runner.states and not llm.engine.runner._prompt_ends
+    # A poisoned neighbour harms nobody: only the poisoned end in errors, and all that ran to a token do.
+    errors = {request_id for request_id, reason in ends.items() if reason == "error"}
+    assert errors and errors <= poisoned
+    assert all(ends[request_id] in ("error", "abort") for request_id in poisoned)
+    return ends
+
+
+def test_nothing_is_lost_whatever_way_requests_end(model: str) -> None:
+    ends = mixed_ends(LLM(model, hot_factor=1, host_kv_gb=0.02, device_kv_gb=0.01, **SMALL))
+    assert sorted(ends) == list(range(30))
+    assert {"length", "abort", "error"} <= set(ends.values())
+
+
 def rank_answers(rank: int, model: str, size: int, out: Path) -> None:
     """On every rank: the batch, with plans compared each step, and one rank given less memory than the others."""
     less = {"host_kv_gb": 0.02 if rank == size - 1 else 0.05, "device_kv_gb": 0.004 if rank == 0 else 0.006}
     llm = LLM(model, hot_factor=2, check_ranks=True, comm="gloo", **SMALL, **less)
     limits = llm.engine.scheduler.limits
+    ends = mixed_ends(LLM(model, hot_factor=1, check_ranks=True, comm="gloo", **SMALL, **less))
+    (out / f"ends-{size}-{rank}.json").write_text(json.dumps(ends))
     for name, kwargs in (("batch", {}), ("dense", {"sparsity": SparsityConfig(attention="dense")})):
         result = {"answers": answers(llm, prompts(), **kwargs), "limits": [limits.num_pages, limits.num_host_blocks]}
         (out / f"{name}-{size}-{rank}.json").write_text(json.dumps(result))
@@ -167,5 +225,7 @@ def test_same_tokens_on_any_number_of_ranks(
     for rank in ranks[1:]:
         assert [a["ids"] for a in rank["answers"]] == [a["ids"] for a in reference]
         assert rank["limits"] == ranks[0]["limits"]
+    ends = [json.loads((tmp_path / f"ends-{size}-{rank}.json").read_text()) for rank in range(size)]
+    assert all(mine == ends[0] and len(mine) == 30 for mine in ends)
     dense = json.loads((tmp_path / f"dense-{size}-0.json").read_text())["answers"]
     assert_token_equal(dense, answers(LLM(model, attention="dense", **SMALL), prompts()))
