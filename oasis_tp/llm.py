@@ -4,12 +4,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from oasis_tp.config import Config, SketchKind, SparsityConfig
 from oasis_tp.engine.engine import Engine
-from oasis_tp.models.tokenizer import load_tokenizer
+from oasis_tp.models.tokenizer import load_tokenizer, read_template
 from oasis_tp.request import FinishReason, KvStats, RequestSpec, SamplingParams, TokenLogprobs, TokenOutput
 from oasis_tp.server.detokenizer import Detokenizer
 from oasis_tp.validation import validate
@@ -81,9 +80,9 @@ class LLM:
         return llm
 
     def _start(self, config: Config, extra_sketches: Sequence[SketchKind]) -> None:
+        template = read_template(config.model.chat_template)
         self.engine = Engine.create(config, extra_sketches=extra_sketches)
-        template = config.model.chat_template
-        self.tokenizer = load_tokenizer(self.engine.model_dir, Path(template).read_text() if template else None)
+        self.tokenizer = load_tokenizer(self.engine.model_dir, template)
         self._ids = count()
         self._open: dict[int, tuple[Completion, Detokenizer]] = {}
         self.engine.on_output = self._receive
@@ -143,7 +142,10 @@ class LLM:
             for index in range(sampling.n):
                 request_id = next(self._ids)
                 parent = held if held is not None else first
-                own = replace(sampling, n=1, seed=None if sampling.seed is None else sampling.seed + index)
+                seed = sampling.seed
+                if seed is not None:
+                    seed = (seed + index + 2**63) % 2**64 - 2**63  # stays a signed 64-bit number
+                own = replace(sampling, n=1, seed=seed)
                 spec = RequestSpec(
                     request_id=request_id, prompt_ids=tuple(ids), sampling=own, sparsity=sparsity, fork_of=parent
                 )
@@ -156,7 +158,7 @@ class LLM:
         try:
             for spec in specs:
                 self.engine.submit(spec)
-        except ValueError:
+        except BaseException:
             for spec in specs:
                 self.engine.abort(spec.request_id)
                 self._open.pop(spec.request_id)

@@ -6,7 +6,6 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from fastapi import FastAPI
 
 from oasis_tp.cli import parse_config
 from oasis_tp.config import Config, ServerConfig
-from oasis_tp.models.tokenizer import Tokenizer, load_tokenizer
+from oasis_tp.models.tokenizer import Tokenizer, load_tokenizer, read_template
 from oasis_tp.request import FinishReason
 from oasis_tp.server.app import create_app
 from oasis_tp.server.bridge import EngineBridge
@@ -104,16 +103,6 @@ def bind(config: ServerConfig) -> socket.socket:
 def url_of(sock: socket.socket) -> str:
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def read_template(path: str | None) -> str | None:
-    """The text of --chat-template. Raises: ValueError: the file cannot be read."""
-    if path is None:
-        return None
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--chat-template {path}: {error}") from error
 
 
 def serve(engine: "Engine", tokenizer: Tokenizer, config: Config, sock: socket.socket) -> None:

@@ -70,17 +70,19 @@ def make_modes(sketches: list[SketchKind], budgets: list[int], hot_factor: float
 
 
 def sweep(llm: LLM, cases: Iterable[Case], modes: list[SparsityConfig]) -> list[Trial]:
-    """Every case in every mode; one prefill per case."""
-    sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0)
+    """Every case in every mode; one prefill per case. An answer ends where the number is complete."""
     trials = []
     for case in cases:
         needle = case.needle(llm.tokenizer)
+        sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, stop=(needle.answer,))
         with llm.hold(needle.prompt) as held:
             for sparsity in modes:
                 answer = llm.generate_from(held, sampling, sparsity=sparsity).outputs[0]
                 if answer.error is not None or answer.kv is None:
                     raise RuntimeError(f"{case} with {sparsity}: {answer.error}")
-                trials.append(Trial(case, sparsity, needle.answer in answer.text, answer.kv))
+                # A stop string is cut from the text, not from the tokens.
+                found = needle.answer in llm.tokenizer.decode(answer.token_ids)
+                trials.append(Trial(case, sparsity, found, answer.kv))
     return trials
 
 
@@ -220,7 +222,7 @@ def main(args: argparse.Namespace) -> int:
         tp, dtype = llm.engine.tp, str(llm.engine.runner.model.dtype).removeprefix("torch.")
         print(
             f"{args.model} on {tp.device.type}, {dtype}, TP {tp.size}; resolve with hot factor {args.hot_factor:g}, "
-            f"tail estimate on; {NEW_TOKENS} tokens, greedy"
+            f"tail estimate on; up to {NEW_TOKENS} tokens, greedy"
         )
         print(format_table(rows))
         for promise in broken:

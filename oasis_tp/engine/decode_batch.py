@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from oasis_tp.kv.layout import SelectionLayout
+from oasis_tp.sparse.cpu_decode import CpuStep
 from oasis_tp.sparse.sketch import Sketch
 
 
@@ -61,6 +62,15 @@ class DecodeRow:
         first, last = self.candidates
         return self.state.selection.budget is not None and last - first > self.state.selection.budget
 
+    @property
+    def num_attended_tokens(self) -> int:
+        """Tokens the row reads, itself included."""
+        left_out = 0
+        if self.selects:
+            assert self.state.selection.budget is not None
+            left_out = self.candidates[1] - self.candidates[0] - self.state.selection.budget
+        return self.position + 1 - left_out * self.state.selection.block_size
+
 
 @dataclass(slots=True)
 class DecodeBatch:
@@ -69,3 +79,4 @@ class DecodeBatch:
     rows: list[DecodeRow] = field(default_factory=list)
     open_pages: torch.Tensor | None = None  # [layer, row, local_kv_head] int64
     offsets: torch.Tensor | None = None  # [row] int64, position inside the block
+    cpu_step: CpuStep | None = None

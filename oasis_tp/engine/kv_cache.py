@@ -1,5 +1,6 @@
 """KvCache: what the tiers do for a request on this rank, from its prompt's first chunk to its last token."""
 
+import ctypes
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from oasis_tp.kv.residency import Residency
 from oasis_tp.kv.transfers import Transfers
 from oasis_tp.nn.attention import attend_blocks, attend_chunk
 from oasis_tp.request import Request
+from oasis_tp.sparse.cpu_decode import CpuDecode, CpuRow
 from oasis_tp.sparse.select import rank_blocks, select_blocks
 from oasis_tp.sparse.sketch import Sketch
 
@@ -28,6 +30,8 @@ class CacheShape:
     max_num_seqs: int
     max_slots: int
     sketches: tuple[SketchKind, ...]
+    group: int
+    """Query heads per KV head."""
 
 
 class KvCache:
@@ -37,13 +41,17 @@ class KvCache:
     the first hot set; each decoded row then attends exactly the blocks its own query selects, fetching what is not
     resident; a block whose last token is committed is sealed: sketched and written through.
 
+    Rows decode through torch operations, or, in fp32 on a CPU with a C++ compiler, through sparse/cpu_decode.py.
     `recall` False makes rows attend only what is resident: a control for measurements, never an engine mode.
     """
 
-    def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, shape: CacheShape, dtype: torch.dtype, device: torch.device, cpu_library: ctypes.CDLL | None = None
+    ) -> None:
         layout, capacity = shape.layout, shape.capacity
         self.layout = layout
         self.device = device
+        self.group = shape.group
         self.recall = True
         self.pool = DevicePool(layout, capacity.num_pages, dtype, device)
         self.transfers: Transfers | None = None
@@ -70,6 +78,9 @@ class KvCache:
             max_blocks=layout.num_blocks(shape.max_model_len),
             device=device,
         )
+        self.cpu: CpuDecode | None = None
+        if cpu_library is not None and device.type == "cpu" and dtype == torch.float32:
+            self.cpu = CpuDecode(cpu_library, self.pool, self.residency, self.transfers, self.sketches, shape.group)
         # One layer's K and V of the prompt being prefilled: [K|V, local_kv_head, tokens, head_dim]
         padded = layout.num_blocks(shape.max_model_len) * layout.block_size
         self._prompt_kv = torch.empty(2, layout.num_kv_heads, padded, layout.head_dim, dtype=dtype, device=device)
@@ -198,14 +209,24 @@ class KvCache:
                 page = state.pages[self.residency.slot_of_block[:, state.row, :, row.block].long()]
             open_pages.append(page)
             batch.rows.append(row)
+            self._book(row)
         batch.open_pages = torch.stack(open_pages, dim=1)
         batch.offsets = torch.tensor([position % block for position in positions], device=self.device)
+        if self.cpu is not None:
+            batch.cpu_step = self.cpu.begin([self._cpu_row(self.cpu, row) for row in batch.rows])
         return batch
 
     def decode(self, layer: int, batch: DecodeBatch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attention of the step's decoded rows in one layer: q [n, local_head, D], k and v [n, local_kv_head, D]."""
         assert batch.open_pages is not None and batch.offsets is not None
         self.pool.write_tokens(layer, batch.open_pages[layer], batch.offsets, k, v)
+        if self.cpu is not None and batch.cpu_step is not None:
+            out = self.cpu.run(layer, batch.cpu_step, q.contiguous())
+            if layer == self.layout.num_layers - 1:
+                for index, row in enumerate(batch.rows):
+                    row.state.stats.missed_mass += batch.cpu_step.missed_mass[index].sum()
+                    row.state.stats.missed_blocks += int(batch.cpu_step.missed_blocks[index].sum())
+            return out
         return torch.stack([self._decode_row(layer, row, q[index]) for index, row in enumerate(batch.rows)])
 
     def seal(self, state: RowState, block: int) -> None:
@@ -222,6 +243,7 @@ class KvCache:
         if self.transfers is not None:
             self.transfers.store_block(pages, int(state.host_blocks_cpu[block])).wait()
 
+    @torch.inference_mode()
     def drop_candidates(self, state: RowState, position: int) -> None:
         """Evict every block that a row at `position` does not pin. For controls that must start from a cold device."""
         assert not state.resident
@@ -229,6 +251,34 @@ class KvCache:
         held = self.residency.block_in_slot[:, state.row]
         held[(held >= first) & (held < last)] = -1
         self.residency.slot_of_block[:, state.row, :, first:last] = -1
+
+    def _book(self, row: DecodeRow) -> None:
+        """Count what a row does in all layers, as far as its position says it."""
+        state, stats, num_layers = row.state, row.state.stats, self.layout.num_layers
+        if row.selects:
+            assert state.selection.budget is not None
+            stats.selected_blocks += state.selection.budget * self.layout.num_kv_heads * num_layers
+        # Rows that select nothing miss nothing; sketches without means cannot tell.
+        if not row.selects or (state.sketch is not None and state.sketch.has_tail):
+            stats.missed_mass_count += self.layout.num_kv_heads * self.group * num_layers
+        stats.attended_tokens += row.num_attended_tokens
+        stats.context_tokens += row.position + 1
+
+    def _cpu_row(self, cpu: CpuDecode, row: DecodeRow) -> CpuRow:
+        state = row.state
+        return cpu.row(
+            sketch=state.sketch,
+            pages=state.pages,
+            host_blocks=state.host_blocks,
+            candidates=row.candidates,
+            budget=state.selection.budget,
+            table_row=state.row,
+            position=row.position,
+            resident=state.resident,
+            use_tail=state.use_tail,
+            recall=self.recall,
+            tick=self.residency.tick,
+        )
 
     def _read_prompt(self, layer: int, state: RowState, stop: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Fill the first `stop` tokens (a block border) of a layer's prompt buffers from where they are kept."""
@@ -260,12 +310,11 @@ class KvCache:
             picked = select_blocks(state.sketch, layer, state.host_blocks[first:last], grouped, state.selection.budget)
             tail_logits, tail_values = picked.tail_logits, picked.tail_values
             blocks = torch.cat([row.sink_blocks, picked.chosen + first, row.recent_blocks], dim=1)
-            state.stats.selected_blocks += picked.chosen.numel()
         else:
             blocks = torch.arange(row.block + 1, device=self.device).expand(heads, -1)
         slots, hidden = (blocks, None) if state.resident else self._make_resident(layer, row, blocks)
         k, v = self.pool.gather(layer, state.pages[slots])
-        num_tokens = row.position + 1 - (row.block + 1 - blocks.shape[1]) * self.layout.block_size
+        num_tokens = row.num_attended_tokens
         out, missed = attend_blocks(
             grouped,
             k[:, :num_tokens],
@@ -277,10 +326,6 @@ class KvCache:
         )
         if missed is not None:
             state.stats.missed_mass += missed.sum()
-        # Rows that select nothing miss nothing; sketches without means cannot tell.
-        state.stats.missed_mass_count += q.shape[0] if missed is not None or not row.selects else 0
-        state.stats.attended_tokens += num_tokens
-        state.stats.context_tokens += row.position + 1
         return out.reshape(q.shape)
 
     def _make_resident(

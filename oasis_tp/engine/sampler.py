@@ -1,5 +1,6 @@
 """Sampler: rank 0 turns logits into tokens, each request with a random stream of its own."""
 
+import zlib
 from dataclasses import dataclass
 
 import torch
@@ -47,14 +48,18 @@ class Sampler:
         if generator is None:
             generator = torch.Generator()
             seed = request.spec.sampling.seed
-            generator.manual_seed(seed if seed is not None else (self.seed << 32) + request.request_id)
+            # torch's CPU generator takes 32 bits of a seed: both numbers must reach them.
+            own = zlib.crc32(f"{self.seed} {request.request_id}".encode())
+            generator.manual_seed(seed if seed is not None else own)
             self._generators[request.request_id] = generator
         return generator
 
 
 def _draw(logits: torch.Tensor, sampling: SamplingParams, generator: torch.Generator) -> int:
     """One draw after temperature, then top-k, top-p and min-p, each on what the one before left."""
-    scaled, order = torch.sort(logits.float() / sampling.temperature, descending=True, stable=True)
+    # The best becomes 0 first, so that no temperature, however low, makes it infinite.
+    centred = logits.double() - logits.max().double()
+    scaled, order = torch.sort(centred / sampling.temperature, descending=True, stable=True)
     if sampling.top_k > 0:
         scaled[sampling.top_k :] = float("-inf")
     probs = torch.softmax(scaled, dim=-1)
@@ -63,7 +68,7 @@ def _draw(logits: torch.Tensor, sampling: SamplingParams, generator: torch.Gener
         probs = torch.where(before < sampling.top_p, probs, 0.0)
     if sampling.min_p > 0.0:
         probs = torch.where(probs >= sampling.min_p * probs[0], probs, 0.0)
-    draw = torch.rand((), generator=generator).to(probs.device)
+    draw = torch.rand((), generator=generator, dtype=probs.dtype).to(probs.device)
     ladder = probs.cumsum(-1)
     picked = torch.searchsorted(ladder, draw * ladder[-1], right=True)
     # The draw may round up to the whole: stay on the last token that has any probability.

@@ -1,5 +1,6 @@
 """Start-up: ranks joined, model loaded, memory planned and agreed on, capacity printed. Collective throughout."""
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,10 +18,11 @@ from oasis_tp.engine.scheduler import SchedulerLimits
 from oasis_tp.kv.blocks import runs_for
 from oasis_tp.kv.layout import RUN_BLOCKS, Capacity, KvLayout, SelectionLayout, plan_capacity
 from oasis_tp.kv.residency import Residency
-from oasis_tp.models.hub import resolve_model
+from oasis_tp.models.hub import cache_dir, resolve_model
 from oasis_tp.models.llama import LlamaModel
 from oasis_tp.models.registry import ModelArch, load_arch
 from oasis_tp.models.weights import load_weights, weight_bytes
+from oasis_tp.sparse.cpu_decode import load_library
 from oasis_tp.sparse.sketch_size import sketch_bytes_per_block
 
 T = TypeVar("T")
@@ -56,7 +58,8 @@ def start(config: Config, extra_sketches: tuple[SketchKind, ...]) -> Started:
         model = _on_every_rank(tp, load)
         shape = _on_every_rank(tp, lambda: _plan_memory(config, model, max_model_len, extra_sketches))
         shape = _agree(tp, shape, config.sparsity)
-        cache = _on_every_rank(tp, lambda: KvCache(shape, dtype, tp.device))
+        library = _on_every_rank(tp, lambda: _cpu_library(tp, dtype))
+        cache = _on_every_rank(tp, lambda: KvCache(shape, dtype, tp.device, *library))
     limits = SchedulerLimits(
         num_pages=shape.capacity.num_pages,
         num_host_blocks=shape.capacity.num_host_blocks,
@@ -88,6 +91,16 @@ def _on_every_rank(tp: TpGroup, action: Callable[[], T]) -> T:
         raise ValueError(f"rank {tp.size - failed} could not start; its own message says why")
     assert result is not None
     return result
+
+
+def _cpu_library(tp: TpGroup, dtype: torch.dtype) -> list[ctypes.CDLL]:
+    """The compiled CPU path where it applies, else nothing."""
+    if tp.device.type != "cpu" or dtype != torch.float32:
+        return []
+    library = load_library(cache_dir())
+    if library is None and tp.rank == 0:
+        print("oasis_tp: no C++ compiler is found; decoding works, several times slower than with one", flush=True)
+    return [] if library is None else [library]
 
 
 def _find_model(config: Config) -> tuple[Path, ModelArch, int]:
@@ -154,6 +167,7 @@ def _plan_memory(config: Config, model: LlamaModel, max_model_len: int, extra: t
         max_num_seqs=batching.max_num_seqs,
         max_slots=full,
         sketches=kinds,
+        group=model.shard.num_heads // model.shard.num_kv_heads,
     )
 
 

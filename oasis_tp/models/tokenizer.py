@@ -78,6 +78,16 @@ def _to_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
+def read_template(path: str | None) -> str | None:
+    """The text of --chat-template. Raises: ValueError: the file cannot be read."""
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--chat-template {path}: {error}") from error
+
+
 def load_tokenizer(model_dir: Path, chat_template: str | None = None) -> Tokenizer:
     """Read tokenizer.json and, where they exist, tokenizer_config.json and chat_template.jinja.
 

@@ -99,6 +99,19 @@ def test_bit_equal_from_a_cold_device(model: str, reference: list[dict[str, Any]
     assert got[0]["kv"]["missed_blocks"] == got[0]["kv"]["selected_blocks"]
 
 
+@pytest.mark.parametrize("how", [{}, {"tail_estimate": False}, {"sketch": "1bit"}, {"sketch": "minmax"}], ids=str)
+def test_compiled_path_gives_the_tokens_of_the_torch_path(model: str, how: dict[str, Any]) -> None:
+    llm = LLM(model, hot_factor=1.5, **SMALL, **how)
+    assert llm.engine.runner.cache.cpu is not None, "no C++ compiler"
+    compiled = answers(llm, prompts())
+    llm.engine.runner.cache.cpu = None
+    plain = answers(llm, prompts())
+    assert_token_equal(compiled, plain)
+    for mine, theirs in zip(compiled, plain, strict=True):
+        for name in ("selected_blocks", "missed_blocks", "missed_mass", "attended_share"):
+            assert mine["kv"][name] == pytest.approx(theirs["kv"][name], rel=1e-3), name
+
+
 def test_same_tokens_alone_as_in_company(model: str, reference: list[dict[str, Any]]) -> None:
     llm = LLM(model, hot_factor=2, **SMALL)
     assert_token_equal([answers(llm, [prompt])[0] for prompt in prompts()], reference)

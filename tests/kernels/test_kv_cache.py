@@ -95,6 +95,8 @@ class Rig:
             max_num_seqs=3,
             max_slots=num_pages,
             sketches=kinds,
+            group=GROUP,
+            group=GROUP,
         )
         self.cache = KvCache(shape, torch.float32, CPU)
         self.cache.pool.kv.fill_(torch.nan)

@@ -67,6 +67,9 @@ class Characters:
     def encode(self, text: str) -> list[int]:
         return [ord(character) for character in text]
 
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
 
 def test_prose_changes_with_the_seed_and_noise_does_not() -> None:
     texts = {
@@ -100,8 +103,11 @@ class FakeLLM:
         assert held == self.holding
         assert (sampling.temperature, sampling.max_tokens) == (0.0, bench.NEW_TOKENS)
         number = held.split(" is: ")[1].split(".")[0]
-        text = f" {number}. And so on" if sparsity in self.modes_that_find else f" {number[:-1]}"
-        return SimpleNamespace(outputs=[SimpleNamespace(text=text, error=None, kv=kv(0.1, 0.9))])
+        assert sampling.stop == (number,)
+        found = sparsity in self.modes_that_find
+        ids = Characters().encode(f" {number}" if found else f" {number[:-1]}. And so on")
+        text = "" if found else "".join(map(chr, ids))
+        return SimpleNamespace(outputs=[SimpleNamespace(text=text, token_ids=ids, error=None, kv=kv(0.1, 0.9))])
 
 
 def test_sweep_answers_each_prompt_in_every_mode_from_one_prefill() -> None:

@@ -319,6 +319,18 @@ def test_a_large_request_at_the_head_is_not_overtaken() -> None:
     assert_all_free(scheduler)
 
 
+@pytest.mark.parametrize("scarce", [{"num_pages": 9}, {"num_runs": 1}, {"max_num_seqs": 1}])
+def test_who_does_not_fit_now_waits_for_whoever_is_before_it(scarce: dict[str, int]) -> None:
+    """Two requests of 6 pages and one run each."""
+    scheduler = Scheduler(make_limits(**scarce))  # type: ignore[arg-type]
+    for request_id in (0, 1):
+        scheduler.add(make_spec(request_id, 100))
+    step(scheduler)
+    assert list(scheduler.running) == [0] and [r.request_id for r in scheduler.waiting] == [1]
+    run_to_end(scheduler)
+    assert_all_free(scheduler)
+
+
 def family(scheduler: Scheduler, first: int, num_prompt: int, size: int, max_tokens: int = 8) -> None:
     scheduler.add(make_spec(first, num_prompt, max_tokens))
     for index in range(1, size):

@@ -1,0 +1,171 @@
+"""The CPU fast path: kernels/cpu.cpp compiled once per machine, called through ctypes (which releases the GIL).
+
+Plain C++ behind a C interface compiles in seconds without torch's headers, and its OpenMP runtime is the one that torch
+has loaded already.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+SOURCE = Path(__file__).with_name("cpu.cpp")
+FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-shared", "-fPIC")
+KINDS = {"minmax": 0, "1bit": 1, "2bit": 2}
+
+
+class SketchLayer(ctypes.Structure):
+    """One layer of a sketch's tensors; addresses, 0 where a kind has no such tensor."""
+
+    _fields_ = [
+        ("kind", ctypes.c_int64),
+        ("codes", ctypes.c_void_p),
+        ("token_scales", ctypes.c_void_p),
+        ("means", ctypes.c_void_p),
+        ("mean_scales", ctypes.c_void_p),
+        ("bounds", ctypes.c_void_p),
+        ("rotation", ctypes.c_void_p),
+    ]
+
+
+class Layer(ctypes.Structure):
+    """One layer of the device pool and the residency tables."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("num_heads", "group", "head_dim", "block_size")),
+        ("pool", ctypes.c_void_p),
+        ("wide_tables", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("block_in_slot", "slot_of_block", "last_selected")),
+        *((name, ctypes.c_int64) for name in ("max_slots", "max_blocks")),
+    ]
+
+
+class Row(ctypes.Structure):
+    """One decoded row; a negative budget attends everything."""
+
+    _fields_ = [
+        ("sketches", ctypes.c_void_p),
+        ("pages", ctypes.c_void_p),
+        ("host_blocks", ctypes.c_void_p),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                *("table_row", "position", "first", "last", "budget", "num_slots"),
+                *("resident", "use_tail", "recall", "tick"),
+            )
+        ),
+    ]
+
+
+class _Work(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("max_blocks", "max_chosen", "max_candidates")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                *("num_blocks", "pages", "num_chosen", "chosen", "coarse", "loads"),
+                *("missed_mass", "missed_blocks"),
+            )
+        ),
+    ]
+
+
+class Step:
+    """One step's rows and the buffers its layers share. `rows` is kept alive with what it points to by the caller.
+
+    `missed_mass` [row, head] float64 and `missed_blocks` [row, head] int64 add up over the layers.
+    """
+
+    def __init__(self, rows: list[Row], num_heads: int, group: int, block_size: int) -> None:
+        self.rows = (Row * len(rows))(*rows)
+        max_blocks = max(row.position // block_size + 1 for row in rows)
+        max_chosen = max(1, *(row.budget for row in rows))
+        max_candidates = max(1, *(row.last - row.first for row in rows))
+        pairs = len(rows) * num_heads
+        self.missed_mass = torch.zeros(len(rows), num_heads, dtype=torch.float64)
+        self.missed_blocks = torch.zeros(len(rows), num_heads, dtype=torch.int64)
+        self.loads = torch.empty(3, pairs * max_blocks, dtype=torch.int64)
+        self._buffers = (
+            torch.empty(pairs, dtype=torch.int64),
+            torch.empty(pairs, max_blocks, dtype=torch.int64),
+            torch.empty(pairs, dtype=torch.int64),
+            torch.empty(pairs, max_chosen, dtype=torch.int64),
+            torch.empty(pairs, group * max_candidates),
+        )
+        addresses = [x.data_ptr() for x in (*self._buffers, self.loads, self.missed_mass, self.missed_blocks)]
+        self.work = _Work(max_blocks, max_chosen, max_candidates, *addresses)
+
+
+def load(cache_dir: Path) -> ctypes.CDLL | None:
+    """The compiled library; built into `cache_dir` on first use. None where there is no C++ compiler.
+
+    Raises:
+        RuntimeError: there is a compiler and it fails; its own words are in the message.
+    """
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        return None
+    key = hashlib.sha256(SOURCE.read_bytes() + " ".join((compiler, *FLAGS, _processor())).encode()).hexdigest()[:16]
+    library = cache_dir / f"cpu-{key}.so"
+    if not library.exists():
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache_dir) as scratch:
+            fresh = Path(scratch) / "cpu.so"
+            run = subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(fresh)], capture_output=True, text=True)
+            if run.returncode != 0:
+                raise RuntimeError(f"{compiler} cannot build {SOURCE.name}: {run.stderr.strip()[-2000:]}")
+            fresh.replace(library)  # whole or not at all: another rank may be building it too
+    loaded = ctypes.CDLL(str(library))
+    loaded.oasis_select.restype = ctypes.c_int64
+    loaded.oasis_attend.restype = None
+    return loaded
+
+
+def select(library: ctypes.CDLL, layer: Layer, index: int, step: Step, q: torch.Tensor) -> torch.Tensor:
+    """Choose every row's blocks in layer `index` and give the missing ones slots.
+
+    Args:
+        q: [row, head, group, head_dim] fp32 contiguous, roped.
+
+    Returns:
+        What must be fetched before `attend`: [3, n] int64: local KV heads, host blocks, pages.
+    """
+    _check(layer, step, q)
+    count = library.oasis_select(
+        ctypes.byref(layer), ctypes.c_int64(index), ctypes.byref(step.rows), ctypes.c_int64(len(step.rows)),
+        ctypes.c_void_p(q.data_ptr()), ctypes.byref(step.work), ctypes.c_int64(torch.get_num_threads()),
+    )  # fmt: skip
+    assert count >= 0, "a row's selection does not fit its slots"
+    return step.loads[:, :count]
+
+
+def attend(library: ctypes.CDLL, layer: Layer, index: int, step: Step, q: torch.Tensor) -> torch.Tensor:
+    """Attention over what `select` chose, after its fetches are done. q, and the result, as in `select`."""
+    _check(layer, step, q)
+    out = torch.empty_like(q)
+    library.oasis_attend(
+        ctypes.byref(layer), ctypes.c_int64(index), ctypes.byref(step.rows), ctypes.c_int64(len(step.rows)),
+        ctypes.c_void_p(q.data_ptr()), ctypes.byref(step.work), ctypes.c_void_p(out.data_ptr()),
+        ctypes.c_int64(torch.get_num_threads()),
+    )  # fmt: skip
+    return out
+
+
+def _check(layer: Layer, step: Step, q: torch.Tensor) -> None:
+    assert q.dtype == torch.float32 and q.is_contiguous()
+    assert q.shape == (len(step.rows), layer.num_heads, layer.group, layer.head_dim)
+
+
+def _processor() -> str:
+    """What -march=native depends on: a cache may be shared by machines that differ."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
