@@ -108,7 +108,8 @@ def test_compiled_path_gives_the_tokens_of_the_torch_path(model: str, how: dict[
     plain = answers(llm, prompts())
     assert_token_equal(compiled, plain)
     for mine, theirs in zip(compiled, plain, strict=True):
-        for name in ("selected_blocks", "missed_blocks", "missed_mass", "attended_share"):
+        names = ["selected_blocks", "missed_blocks", "attended_share"]
+        for name in names if how.get("sketch") == "minmax" else [*names, "missed_mass"]:
             assert mine["kv"][name] == pytest.approx(theirs["kv"][name], rel=1e-3), name
 
 

@@ -1,5 +1,6 @@
 """KvCache beside a cache that keeps everything: same attention, same bits however the blocks move, true bytes."""
 
+import ctypes
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,6 +14,7 @@ from oasis_tp.kv.blocks import runs_for
 from oasis_tp.kv.layout import RUN_BLOCKS, Capacity, KvLayout, SelectionLayout
 from oasis_tp.nn.attention import causal_mask
 from oasis_tp.request import Request, RequestSpec, SamplingParams
+from oasis_tp.sparse.cpu_decode import load_library
 from oasis_tp.sparse.sketch import Sketch
 
 CPU = torch.device("cpu")
@@ -86,7 +88,15 @@ class Truth:
 class Rig:
     """A KvCache and the requests on it; pages and host runs are dealt out of order."""
 
-    def __init__(self, *, num_pages: int, num_runs: int, host_tier: bool, kinds: tuple[SketchKind, ...]) -> None:
+    def __init__(
+        self,
+        library: ctypes.CDLL | None,
+        *,
+        num_runs: int = 3,
+        host_tier: bool = True,
+        kinds: tuple[SketchKind, ...] = ("2bit",),
+    ) -> None:
+        num_pages = 30
         shape = CacheShape(
             layout=LAYOUT,
             capacity=Capacity(num_pages=num_pages, num_host_blocks=num_runs * RUN_BLOCKS, hot_factor=1.0),
@@ -96,9 +106,8 @@ class Rig:
             max_slots=num_pages,
             sketches=kinds,
             group=GROUP,
-            group=GROUP,
         )
-        self.cache = KvCache(shape, torch.float32, CPU)
+        self.cache = KvCache(shape, torch.float32, CPU, library)
         self.cache.pool.kv.fill_(torch.nan)
         if self.cache.transfers is not None:
             self.cache.transfers.host.kv.fill_(torch.nan)
@@ -182,10 +191,27 @@ class Rig:
                 assert torch.equal(stored[half, : stop - start], true[layer, start:stop, head]), (layer, head, block)
 
 
+@pytest.fixture(scope="module", params=["torch", "compiled"])
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL | None:
+    """Both ways to decode on a CPU: torch operations, and the compiled path where there is a compiler."""
+    if request.param == "torch":
+        return None
+    found = load_library(tmp_path_factory.mktemp("cpu"))
+    if found is None:
+        pytest.skip("no C++ compiler for the compiled path")
+    return found
+
+
 def run(
-    truth: Truth, *, hot_factor: float, host_tier: bool, chunk: int = 400, check: bool = False
+    library: ctypes.CDLL | None,
+    truth: Truth,
+    *,
+    hot_factor: float,
+    host_tier: bool,
+    chunk: int = 400,
+    check: bool = False,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], RowState]:
-    rig = Rig(num_pages=30, num_runs=3, host_tier=host_tier, kinds=(truth.sparsity.sketch,))
+    rig = Rig(library, host_tier=host_tier, kinds=(truth.sparsity.sketch,))
     _, state = rig.admit(truth, hot_factor)
     prompt = rig.prefill(truth, state, chunk)
     steps = []
@@ -213,9 +239,9 @@ def make_truth(num_prompt: int = 150, num_decode: int = 60, seed: int = 0, **spa
     ids=["2bit", "1bit", "minmax", "no-tail", "sink-longer-than-prompt"],
 )
 @torch.inference_mode()
-def test_decoding_attends_what_the_slow_truth_selects(truth: Truth) -> None:
+def test_decoding_attends_what_the_slow_truth_selects(library: ctypes.CDLL | None, truth: Truth) -> None:
     """At the tightest hot set: every step's selection just fits."""
-    _, steps, state = run(truth, hot_factor=1.0, host_tier=True, check=True)
+    _, steps, state = run(library, truth, hot_factor=1.0, host_tier=True, check=True)
     tail = truth.sparsity.tail_estimate and truth.sparsity.sketch != "minmax"
     for index in range(0, truth.num_decode, 3):
         position = truth.num_prompt + index
@@ -228,11 +254,13 @@ def test_decoding_attends_what_the_slow_truth_selects(truth: Truth) -> None:
     "truth", [make_truth(), make_truth(5, 180, sink_blocks=3), make_truth(144, 40)], ids=["long", "short", "aligned"]
 )
 @torch.inference_mode()
-def test_bit_equal_at_any_hot_factor_without_a_host_tier_and_at_any_chunk_size(truth: Truth) -> None:
-    _, expected, tight = run(truth, hot_factor=1.0, host_tier=True)
+def test_bit_equal_at_any_hot_factor_without_a_host_tier_and_at_any_chunk_size(
+    library: ctypes.CDLL | None, truth: Truth
+) -> None:
+    _, expected, tight = run(library, truth, hot_factor=1.0, host_tier=True)
     misses = [tight.stats.missed_blocks]
     for hot_factor, host_tier in ((1.5, True), (2.0, True), (4.0, True), (1.0, False)):
-        _, steps, state = run(truth, hot_factor=hot_factor, host_tier=host_tier, chunk=48)
+        _, steps, state = run(library, truth, hot_factor=hot_factor, host_tier=host_tier, chunk=48)
         assert all(torch.equal(a, b) for a, b in zip(steps, expected, strict=True)), (hot_factor, host_tier)
         assert state.stats.selected_blocks == tight.stats.selected_blocks
         misses.append(state.stats.missed_blocks)
@@ -244,7 +272,7 @@ def test_bit_equal_at_any_hot_factor_without_a_host_tier_and_at_any_chunk_size(t
 @torch.inference_mode()
 def test_a_prompt_is_attended_densely_in_any_chunks(host_tier: bool, chunk: int) -> None:
     truth = make_truth(70, 1)
-    prompt, _, _ = run(truth, hot_factor=1.0, host_tier=host_tier, chunk=chunk)
+    prompt, _, _ = run(None, truth, hot_factor=1.0, host_tier=host_tier, chunk=chunk)
     for layer in range(LAYERS):
         k, v = (x[layer, : truth.num_prompt].transpose(0, 1) for x in (truth.k, truth.v))
         want = reference.attend_chunk(truth.q[layer, : truth.num_prompt], k, v, 0)
@@ -252,11 +280,11 @@ def test_a_prompt_is_attended_densely_in_any_chunks(host_tier: bool, chunk: int)
 
 
 @torch.inference_mode()
-def test_rows_in_one_batch_keep_to_themselves() -> None:
+def test_rows_in_one_batch_keep_to_themselves(library: ctypes.CDLL | None) -> None:
     """A long request, a short one that is wholly resident, and a fork that shares the long one's prompt."""
     long, short = make_truth(150, 40), make_truth(20, 40, seed=1)
-    alone = {id(truth): run(truth, hot_factor=1.5, host_tier=True)[1] for truth in (long, short)}
-    rig = Rig(num_pages=30, num_runs=4, host_tier=True, kinds=("2bit",))
+    alone = {id(truth): run(library, truth, hot_factor=1.5, host_tier=True)[1] for truth in (long, short)}
+    rig = Rig(library, num_runs=4)
     parent, first = rig.admit(long, 1.5)
     rig.prefill(long, first, 64)
     _, second = rig.admit(short, 1.5)
@@ -278,9 +306,11 @@ def test_rows_in_one_batch_keep_to_themselves() -> None:
 
 
 @torch.inference_mode()
-def test_the_first_hot_set_is_what_is_pinned_and_what_the_prompts_last_row_scores_best() -> None:
+def test_the_first_hot_set_is_what_is_pinned_and_what_the_prompts_last_row_scores_best(
+    library: ctypes.CDLL | None,
+) -> None:
     truth = make_truth(166, 60)
-    rig = Rig(num_pages=30, num_runs=3, host_tier=True, kinds=("2bit",))
+    rig = Rig(library)
     _, state = rig.admit(truth, 2.0)
     rig.prefill(truth, state, 400)
     first, last = truth.selection.candidates(166)
@@ -294,9 +324,11 @@ def test_the_first_hot_set_is_what_is_pinned_and_what_the_prompts_last_row_score
 
 @pytest.mark.parametrize("recall", [True, False])
 @torch.inference_mode()
-def test_a_cold_device_changes_nothing_but_with_recall_off_only_pinned_blocks_are_seen(recall: bool) -> None:
+def test_a_cold_device_changes_nothing_but_with_recall_off_only_pinned_blocks_are_seen(
+    library: ctypes.CDLL | None, recall: bool
+) -> None:
     truth = make_truth(150, 4, tail_estimate=False)
-    rig = Rig(num_pages=30, num_runs=3, host_tier=True, kinds=("2bit",))
+    rig = Rig(library)
     _, state = rig.admit(truth, 1.5)
     rig.prefill(truth, state, 400)
     rig.cache.drop_candidates(state, 150)
