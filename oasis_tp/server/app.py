@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -20,18 +19,20 @@ from oasis_tp.request import QueueFullError
 from oasis_tp.server.bridge import EngineBridge, EngineDeadError, OutputStream
 from oasis_tp.server.generation import Generation
 from oasis_tp.server.metrics import CONTENT_TYPE, Metrics
-from oasis_tp.server.protocol import ApiError, ChatRequest, ChoiceDelta, CompletionRequest, usage
+from oasis_tp.server.protocol import (
+    ApiError,
+    ChatRequest,
+    ChoiceDelta,
+    CompletionRequest,
+    check_model,
+    response_head,
+    usage,
+    validation_error,
+)
 from oasis_tp.validation import validate_sparsity
 
 HEARTBEAT_TIMEOUT_S = 120.0
 """A step older than this, with requests in the engine, means that it hangs."""
-
-UNION_FIELDS = {
-    "prompt": "a string, a list of strings, a list of token ids, or a list of lists of token ids",
-    "content": 'a string, or a list of {"type": "text", "text": …} parts',
-    "stop": "a string, or a list of at most 32 strings",
-}
-"""Fields of several types: what they allow, said at once instead of type by type."""
 
 
 class TokenizerLike(Protocol):
@@ -57,12 +58,6 @@ def create_app(bridge: EngineBridge, tokenizer: TokenizerLike, config: Config) -
     names = config.model.served_model_name or (config.model.model,)
     started = int(time.time())
     _add_error_handlers(app)
-
-    def check_model(name: str | None) -> str:
-        if name is not None and name not in names:
-            known = ", ".join(names)
-            raise ApiError(404, f"model {name!r} is not served; served: {known}", "model", "model_not_found")
-        return name or names[0]
 
     def start(request: Request, body: CompletionRequest | ChatRequest, prompts: list[list[int]]) -> Generation:
         """Submit a request's prompts; from here on the stream is closed by whoever comes first: end or disconnect."""
@@ -95,20 +90,20 @@ def create_app(bridge: EngineBridge, tokenizer: TokenizerLike, config: Config) -
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Response:
-        model = check_model(body.model)
+        model = check_model(body.model, names)
         request.state.arrival = time.monotonic()
         prompts = body.prompts()
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         ids = await encode(texts, True) if texts else [prompt for prompt in prompts if isinstance(prompt, list)]
         generation = start(request, body, ids)
-        head = _head("cmpl-", "text_completion", model)
+        head = response_head("cmpl-", "text_completion", model)
         if body.stream:
             return _sse(_chunks(generation, head, ChoiceDelta.completion, body.include_usage, []))
         return await _whole(generation, head, ChoiceDelta.completion)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, body: ChatRequest) -> Response:
-        model = check_model(body.model)
+        model = check_model(body.model, names)
         request.state.arrival = time.monotonic()
         try:
             text = tokenizer.apply_chat_template(body.plain_messages(), add_generation_prompt=True)
@@ -116,13 +111,13 @@ def create_app(bridge: EngineBridge, tokenizer: TokenizerLike, config: Config) -
             raise ApiError(400, str(error), param="messages") from error
         generation = start(request, body, await encode([text], False))
         if body.stream:
-            head = _head("chatcmpl-", "chat.completion.chunk", model)
+            head = response_head("chatcmpl-", "chat.completion.chunk", model)
             roles = [
                 {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
                 for index in range(generation.num_choices)
             ]
             return _sse(_chunks(generation, head, ChoiceDelta.chat_chunk, body.include_usage, roles))
-        return await _whole(generation, _head("chatcmpl-", "chat.completion", model), ChoiceDelta.chat)
+        return await _whole(generation, response_head("chatcmpl-", "chat.completion", model), ChoiceDelta.chat)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -156,10 +151,6 @@ async def _close_on_disconnect(request: Request, stream: OutputStream) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
     stream.close()
-
-
-def _head(prefix: str, kind: str, model: str) -> dict[str, Any]:
-    return {"id": prefix + secrets.token_hex(12), "object": kind, "created": int(time.time()), "model": model}
 
 
 async def _whole(
@@ -215,7 +206,8 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return reply(_validation_error(error))
+        first = error.errors()[0]
+        return reply(validation_error(first | {"loc": first["loc"][1:]}))
 
     @app.exception_handler(HTTPException)
     async def http_error(_: Request, error: HTTPException) -> Response:
@@ -224,21 +216,3 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def internal(_: Request, error: Exception) -> Response:
         return reply(ApiError(500, "internal error; the server's log has the cause"))
-
-
-def _validation_error(error: RequestValidationError) -> ApiError:
-    """The first fault of a body, by the field's name."""
-    first = error.errors()[0]
-    place = [str(part) for part in first["loc"][1:]]
-    if first["type"] == "json_invalid":
-        return ApiError(400, "the body is not valid JSON")
-    if not place:
-        return ApiError(400, "the body must be a JSON object (Content-Type: application/json)")
-    for depth, part in enumerate(place):
-        if part in UNION_FIELDS and first["type"] != "value_error":
-            param = ".".join(place[: depth + 1])
-            return ApiError(400, f"{param} is missing or malformed; allowed: {UNION_FIELDS[part]}", param)
-    param = ".".join(place)
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"unknown field {param}", param, "unknown_parameter")
-    return ApiError(400, f"{param}: {first['msg']}", param)

@@ -111,7 +111,11 @@ class EngineBridge:
         """
         if self.dead is not None:
             raise EngineDeadError(self.dead)
-        specs = [spec for prompt in prompts for spec in self._specs(tuple(prompt), sampling, sparsity)]
+        specs = [
+            spec
+            for prompt in prompts
+            for spec in request_specs([next(self._ids) for _ in range(sampling.n)], tuple(prompt), sampling, sparsity)
+        ]
         stream = OutputStream(self, {spec.request_id: choice for choice, spec in enumerate(specs)})
         self._streams |= {spec.request_id: stream for spec in specs}
         try:
@@ -127,21 +131,6 @@ class EngineBridge:
         self._closed = message
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._end_all, reason, message)
-
-    def _specs(
-        self, prompt: tuple[int, ...], sampling: SamplingParams, sparsity: SparsityConfig | None
-    ) -> list[RequestSpec]:
-        ids = [next(self._ids) for _ in range(sampling.n)]
-        return [
-            RequestSpec(
-                request_id=request_id,
-                prompt_ids=prompt,
-                sampling=dataclasses.replace(sampling, n=1, seed=_shifted(sampling.seed, index)),
-                sparsity=sparsity,
-                fork_of=ids[0] if index else None,
-            )
-            for index, request_id in enumerate(ids)
-        ]
 
     def _abort(self, request_id: int) -> None:
         if request_id in self._streams:
@@ -170,6 +159,27 @@ class EngineBridge:
         self._deliver(
             [TokenOutput(request_id=request_id, finish_reason=reason, error=error) for request_id in self._streams]
         )
+
+
+def request_specs(
+    ids: Sequence[int], prompt: tuple[int, ...], sampling: SamplingParams, sparsity: SparsityConfig | None
+) -> list[RequestSpec]:
+    """One spec per choice of a prompt: the first and its forks, with seeds `seed`, `seed + 1`, … when there is one.
+
+    Args:
+        ids: `sampling.n` request ids.
+    """
+    assert len(ids) == sampling.n
+    return [
+        RequestSpec(
+            request_id=request_id,
+            prompt_ids=prompt,
+            sampling=dataclasses.replace(sampling, n=1, seed=_shifted(sampling.seed, index)),
+            sparsity=sparsity,
+            fork_of=ids[0] if index else None,
+        )
+        for index, request_id in enumerate(ids)
+    ]
 
 
 def _shifted(seed: int | None, index: int) -> int | None:

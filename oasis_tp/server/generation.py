@@ -1,7 +1,7 @@
 """From engine outputs to text: one request's choices, detokenised, counted and timed."""
 
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
@@ -19,9 +19,116 @@ LOWEST_LOGPROB = -9999.0
 @dataclass(slots=True)
 class _Choice:
     detokenizer: Detokenizer
-    timer: OutputTimer
+    timer: OutputTimer | None
     num_token_chars: int = 0
     ended: bool = False
+
+
+class Assembler:
+    """Turns the outputs of one request's choices into deltas of text.
+
+    Args:
+        tokenizer: the raw `tokenizers` object.
+        num_choices: prompts times `sampling.n`.
+        abort: ends a choice by index, when its stop string was found; its last output still comes.
+        timers: makes a timer for each choice; None: nothing is timed.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        sampling: SamplingParams,
+        num_choices: int,
+        *,
+        return_kv_stats: bool,
+        abort: Callable[[int], None],
+        timers: Callable[[], OutputTimer] | None = None,
+    ) -> None:
+        self.num_completion_tokens = 0
+        self._tokenizer = tokenizer
+        self._return_kv_stats = return_kv_stats
+        self._abort = abort
+        self._choices = [
+            _Choice(Detokenizer(tokenizer, sampling.stop), timers() if timers is not None else None)
+            for _ in range(num_choices)
+        ]
+
+    @property
+    def ended(self) -> bool:
+        """Whether every choice has its finish reason."""
+        return all(choice.ended for choice in self._choices)
+
+    def close(self) -> None:
+        """No output will follow: choices that have not ended count as aborted."""
+        for choice in self._choices:
+            if not choice.ended and choice.timer is not None:
+                choice.timer.finish(FinishReason.ABORT)
+
+    def push(self, index: int, output: TokenOutput) -> ChoiceDelta:
+        """What choice `index` gains by this output; nothing at all, sometimes.
+
+        Raises:
+            ApiError: the engine could not finish this choice.
+        """
+        choice, finish = self._choices[index], output.finish_reason
+        text, reports = "", None
+        was_stopped = choice.detokenizer.stopped
+        if output.token_id is not None and not was_stopped:
+            self.num_completion_tokens += 1
+            if choice.timer is not None:
+                choice.timer.token()
+            if finish is not FinishReason.STOP:  # the token that means the end is not text
+                text = choice.detokenizer.push(output.token_id)
+            if output.logprobs is not None:
+                reports = [self._report(choice, output)]
+        if finish is not None:
+            text += choice.detokenizer.finish()
+        if choice.detokenizer.stopped and finish is None and not was_stopped:
+            self._abort(index)
+        if choice.detokenizer.stopped and finish is FinishReason.ABORT:
+            finish = FinishReason.STOP
+        if finish is not None:
+            choice.ended = True
+            if choice.timer is not None:
+                choice.timer.finish(finish)
+        if finish is FinishReason.ERROR:
+            raise ApiError(500, output.error or "the engine could not finish this request", code="engine_error")
+        kv = dataclasses.asdict(output.kv) if self._return_kv_stats and output.kv is not None else None
+        return ChoiceDelta(index=index, text=text, reports=reports, finish_reason=finish, kv=kv)
+
+    def _report(self, choice: _Choice, output: TokenOutput) -> TokenReport:
+        assert output.logprobs is not None and output.token_id is not None
+        token = self._token_text(output.token_id, output.logprobs.logprob)
+        offset = choice.num_token_chars
+        choice.num_token_chars += len(token.text)
+        return TokenReport(token, tuple(self._token_text(*pair) for pair in output.logprobs.top), offset)
+
+    def _token_text(self, token_id: int, logprob: float) -> TokenText:
+        """A token alone; one that is no text by itself goes by its name in the vocabulary, which is unique."""
+        text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        value = max(logprob, LOWEST_LOGPROB)
+        if REPLACEMENT in text:
+            return TokenText(self._tokenizer.id_to_token(token_id) or text, value, None)
+        return TokenText(text, value, text.encode())
+
+
+def join_deltas(parts: list[list[ChoiceDelta]], reported: bool) -> list[ChoiceDelta]:
+    """Each choice's deltas as one, by index; a choice that was cut off has no finish reason.
+
+    Args:
+        parts: the deltas of each choice, in order.
+        reported: whether logprobs were asked for.
+    """
+    return [
+        ChoiceDelta(
+            index=index,
+            text="".join(delta.text for delta in deltas),
+            reports=[report for delta in deltas for report in delta.reports or ()] if reported else None,
+            finish_reason=deltas[-1].finish_reason if deltas else None,
+            kv=deltas[-1].kv if deltas else None,
+        )
+        for index, deltas in enumerate(parts)
+    ]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,73 +154,27 @@ class Generation:
         Raises:
             ApiError: the engine could not finish an output.
         """
-        choices = [
-            _Choice(Detokenizer(self.tokenizer, self.sampling.stop), OutputTimer(self.metrics, self.arrival))
-            for _ in range(self.num_choices)
-        ]
+        assembler = Assembler(
+            self.tokenizer,
+            self.sampling,
+            self.num_choices,
+            return_kv_stats=self.return_kv_stats,
+            abort=self.stream.abort,
+            timers=lambda: OutputTimer(self.metrics, self.arrival),
+        )
         try:
             async for index, output in self.stream:
-                delta = self._delta(index, choices[index], output)
+                delta = assembler.push(index, output)
+                self.num_completion_tokens = assembler.num_completion_tokens
                 if delta.text or delta.reports or delta.finish_reason is not None:
                     yield delta
         finally:
             self.stream.close()
-            for choice in choices:
-                if not choice.ended:
-                    choice.timer.finish(FinishReason.ABORT)
+            assembler.close()
 
     async def whole(self) -> list[ChoiceDelta]:
         """Every choice as one delta, by index; choices cut off by a closed stream have no finish reason."""
         parts: list[list[ChoiceDelta]] = [[] for _ in range(self.num_choices)]
         async for delta in self.deltas():
             parts[delta.index].append(delta)
-        reported = self.sampling.logprobs is not None
-        return [
-            ChoiceDelta(
-                index=index,
-                text="".join(delta.text for delta in deltas),
-                reports=[report for delta in deltas for report in delta.reports or ()] if reported else None,
-                finish_reason=deltas[-1].finish_reason if deltas else None,
-                kv=deltas[-1].kv if deltas else None,
-            )
-            for index, deltas in enumerate(parts)
-        ]
-
-    def _delta(self, index: int, choice: _Choice, output: TokenOutput) -> ChoiceDelta:
-        finish, text, reports = output.finish_reason, "", None
-        was_stopped = choice.detokenizer.stopped
-        if output.token_id is not None and not was_stopped:
-            self.num_completion_tokens += 1
-            choice.timer.token()
-            if finish is not FinishReason.STOP:  # the token that means the end is not text
-                text = choice.detokenizer.push(output.token_id)
-            if output.logprobs is not None:
-                reports = [self._report(choice, output)]
-        if finish is not None:
-            text += choice.detokenizer.finish()
-        if choice.detokenizer.stopped and finish is None and not was_stopped:
-            self.stream.abort(index)
-        if choice.detokenizer.stopped and finish is FinishReason.ABORT:
-            finish = FinishReason.STOP
-        if finish is not None:
-            choice.ended = True
-            choice.timer.finish(finish)
-        if finish is FinishReason.ERROR:
-            raise ApiError(500, output.error or "the engine could not finish this request", code="engine_error")
-        kv = dataclasses.asdict(output.kv) if self.return_kv_stats and output.kv is not None else None
-        return ChoiceDelta(index=index, text=text, reports=reports, finish_reason=finish, kv=kv)
-
-    def _report(self, choice: _Choice, output: TokenOutput) -> TokenReport:
-        assert output.logprobs is not None and output.token_id is not None
-        token = self._token_text(output.token_id, output.logprobs.logprob)
-        offset = choice.num_token_chars
-        choice.num_token_chars += len(token.text)
-        return TokenReport(token, tuple(self._token_text(*pair) for pair in output.logprobs.top), offset)
-
-    def _token_text(self, token_id: int, logprob: float) -> TokenText:
-        """A token alone; one that is no text by itself goes by its name in the vocabulary, which is unique."""
-        text = self.tokenizer.decode([token_id], skip_special_tokens=False)
-        value = max(logprob, LOWEST_LOGPROB)
-        if REPLACEMENT in text:
-            return TokenText(self.tokenizer.id_to_token(token_id) or text, value, None)
-        return TokenText(text, value, text.encode())
+        return join_deltas(parts, self.sampling.logprobs is not None)

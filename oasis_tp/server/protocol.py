@@ -1,6 +1,9 @@
 """OpenAI's request and response shapes, with ours beside them: limits, errors, and what is refused by name."""
 
 import dataclasses
+import secrets
+import time
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator, model_validator
@@ -33,6 +36,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
 }
 """Fields not supported yet, with the values that ask for nothing: those are accepted, all others refused."""
+
+
+UNION_FIELDS = {
+    "prompt": "a string, a list of strings, a list of token ids, or a list of lists of token ids",
+    "content": 'a string, or a list of {"type": "text", "text": …} parts',
+    "stop": "a string, or a list of at most 32 strings",
+}
+"""Fields of several types: what they allow, said at once instead of type by type."""
 
 
 class ApiError(Exception):
@@ -307,3 +318,33 @@ class ChoiceDelta:
     def _choice(self, body: dict[str, Any]) -> dict[str, Any]:
         choice = {"index": self.index, **body, "finish_reason": self.finish_reason}
         return choice if self.kv is None else choice | {"kv": self.kv}
+
+
+def check_model(name: str | None, served: Sequence[str]) -> str:
+    """The name an answer carries. Raises: ApiError: it is not among those served."""
+    if name is not None and name not in served:
+        known = ", ".join(served)
+        raise ApiError(404, f"model {name!r} is not served; served: {known}", "model", "model_not_found")
+    return name or served[0]
+
+
+def response_head(prefix: str, kind: str, model: str) -> dict[str, Any]:
+    """What every answer and every chunk begins with."""
+    return {"id": prefix + secrets.token_hex(12), "object": kind, "created": int(time.time()), "model": model}
+
+
+def validation_error(first: Mapping[str, Any]) -> ApiError:
+    """One of pydantic's faults in a body, `loc` counted from the body, by the field's name."""
+    place = [str(part) for part in first["loc"]]
+    if first["type"] == "json_invalid":
+        return ApiError(400, "the body is not valid JSON")
+    if not place:
+        return ApiError(400, "the body must be a JSON object (Content-Type: application/json)")
+    for depth, part in enumerate(place):
+        if part in UNION_FIELDS and first["type"] != "value_error":
+            param = ".".join(place[: depth + 1])
+            return ApiError(400, f"{param} is missing or malformed; allowed: {UNION_FIELDS[part]}", param)
+    param = ".".join(place)
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"unknown field {param}", param, "unknown_parameter")
+    return ApiError(400, f"{param}: {first['msg']}", param)
