@@ -20,6 +20,7 @@ from oasis_tp.validation import validate
 
 COMMANDS = {
     "serve": "the OpenAI-compatible HTTP server",
+    "batch": "a file of requests answered into another, resumable",
     "generate": "one prompt to the terminal, with KV tier statistics",
     "bench": "measurements: quality, decode speed, serving",
 }
