@@ -8,7 +8,6 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,31 +15,9 @@ import torch
 import torch.distributed as dist
 
 from oasis_tp.config import ParallelConfig
+from oasis_tp.ranks import RankInfo, discover_ranks
 
 SHM_PREFIX = "deepspeed_allreduce_buffer"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankInfo:
-    """Where this process stands among the ranks of its job, as its launcher says."""
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-
-
-def discover_ranks() -> RankInfo:
-    """Read torchrun's variables (the DeepSpeed launcher sets them too); without them this is a job of one rank."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return RankInfo()
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return RankInfo(
-        rank=rank,
-        size=size,
-        local_rank=int(os.environ.get("LOCAL_RANK", rank)),
-        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)),
-    )
 
 
 class TpGroup:

@@ -18,7 +18,15 @@ RANGES = {2: [(0, 7), (7, 10)], 3: [(0, 4), (4, 4), (4, 10)]}
 
 @pytest.fixture
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "SLURM_PROCID",
+        "OMPI_COMM_WORLD_SIZE",
+        "PMI_RANK",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -23,17 +23,29 @@ MAY_IMPORT = {
     "sparse": {"sparse", "kv", "kernels"} | SHARED,
     "kv": {"kv", "kernels"} | SHARED,
     "kernels": {"kernels"},
-    "comm": SHARED,
+    "comm": {"ranks"} | SHARED,
     "config": SHARED,
+    "ranks": SHARED,
     "request": SHARED,
     "sharding": SHARED,
     "validation": SHARED,
 }
 """What each part of oasis_tp may import of oasis_tp; the longest name that fits decides."""
-ENTRIES = {"", "serve", "generate", "batch", "cli", "llm", "bench"}
+ENTRIES = {"", "serve", "generate", "batch", "slurm", "cli", "llm", "bench"}
 """They compose the others, so they may import anything."""
 
-NO_TORCH = {"scheduler", "plan", "blocks", "layout", "request", "config", "sharding", "sketch_size", "registry"}
+NO_TORCH = {
+    "ranks",
+    "scheduler",
+    "plan",
+    "blocks",
+    "layout",
+    "request",
+    "config",
+    "sharding",
+    "sketch_size",
+    "registry",
+}
 STREAMS = {"Stream", "Event", "ExternalStream"}
 NOT_CORE = ("server", "bench", "models.hub", "models.gguf_convert", *(ENTRIES - {""}))
 BLOCKED = [
