@@ -22,6 +22,7 @@ COMMANDS = {
     "serve": "the OpenAI-compatible HTTP server",
     "batch": "a file of requests answered into another, resumable",
     "generate": "one prompt to the terminal, with KV tier statistics",
+    "slurm": "a Slurm job script for any of these",
     "bench": "measurements: quality, decode speed, serving",
 }
 SUFFIXES = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}

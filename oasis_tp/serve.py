@@ -138,7 +138,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     config, _ = parse_config(argv, PROG, "Serve a model over an OpenAI-compatible HTTP API.")
     from oasis_tp.comm import discover_ranks  # torch takes seconds: not before the command line is known to be right
 
-    rank = discover_ranks().rank
+    try:
+        rank = discover_ranks().rank
+    except ValueError as error:
+        print(f"{PROG}: error: {error}", file=sys.stderr, flush=True)
+        return 2
     logging.basicConfig(
         level=config.server.log_level.upper(),
         format=f"%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s",

@@ -65,7 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # A batch has a queue of its own, the file: the engine's is as long as it wants.
     config = replace(config, batching=replace(config.batching, max_num_queued_reqs=ANY_NUMBER))
-    rank = discover_ranks().rank
+    try:
+        rank = discover_ranks().rank
+    except ValueError as error:
+        print(f"{PROG}: error: {error}", file=sys.stderr, flush=True)
+        return 2
     logging.basicConfig(
         level=config.server.log_level.upper(),
         format=f"%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s",
