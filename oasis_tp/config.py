@@ -104,6 +104,18 @@ class ServerConfig:
     """Address to listen on."""
     port: int = 8000
     """Port to listen on; 0 picks a free one and prints it."""
+    api_key: tuple[str, ...] = ()
+    """Keys of which clients must send one (Authorization: Bearer KEY). Default: none is asked for."""
+    api_key_file: str | None = None
+    """File with further keys, one a line; unlike --api-key, nobody sees it in the list of processes."""
+    shutdown_timeout: float = 20.0
+    """Seconds that running requests get to finish after SIGTERM; torchrun kills its ranks after 30."""
+    watchdog_timeout: float = 300.0
+    """Seconds without a step after which a rank prints all stacks and ends, and /health is 503."""
+    sse_keep_alive_interval: float = 15.0
+    """Seconds of silence in a stream after which a comment line is sent; 0: never."""
+    log_format: Literal["text", "json"] = "text"
+    """How log lines are written."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe log line that is printed."""
 

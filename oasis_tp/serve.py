@@ -5,7 +5,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -14,15 +14,19 @@ from fastapi import FastAPI
 
 from oasis_tp.cli import parse_config
 from oasis_tp.config import Config, ServerConfig
+from oasis_tp.lifetime import Watchdog, exit_with_parent
 from oasis_tp.models.tokenizer import Tokenizer, load_tokenizer, read_template
 from oasis_tp.request import FinishReason
 from oasis_tp.server.app import create_app
+from oasis_tp.server.auth import read_keys
 from oasis_tp.server.bridge import EngineBridge
+from oasis_tp.server.logs import set_up_logs
 
 if TYPE_CHECKING:
     from oasis_tp.engine.engine import Engine
 
 PROG = "oasis-tp serve"
+LEAVE = (signal.SIGTERM, signal.SIGINT)
 GOODBYE_S = 5
 """How long open connections get to read their last event at the end."""
 
@@ -105,24 +109,38 @@ def url_of(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(engine: "Engine", tokenizer: Tokenizer, config: Config, sock: socket.socket) -> None:
-    """Rank 0: serve until SIGTERM or SIGINT. Open requests then end with finish reason `abort`.
+def serve(
+    engine: "Engine", tokenizer: Tokenizer, config: Config, sock: socket.socket, api_keys: Sequence[str] = ()
+) -> None:
+    """Rank 0: serve until SIGTERM or SIGINT. Open requests then have --shutdown-timeout to finish; what is open after
+    that, or at a second signal, ends with finish reason `abort`.
 
     Raises whatever ended the engine, after every open request was told.
     """
     bridge = EngineBridge(engine)
-    server = HttpServer(create_app(bridge, tokenizer, config), sock, config.server.log_level)
+    server = HttpServer(create_app(bridge, tokenizer, config, api_keys), sock, config.server.log_level)
 
-    def leave(signum: int, _: FrameType | None) -> None:
-        signal.signal(signum, signal.SIG_DFL)  # the second one does not wait
+    def drain() -> None:
+        if not bridge.drain(config.server.shutdown_timeout, "the server is shutting down"):
+            logger.warning("requests are still open after %s s: aborted", config.server.shutdown_timeout)
         server.stop_accepting()
         engine.stop()
 
+    def leave(signum: int, _: FrameType | None) -> None:
+        for number in LEAVE:
+            signal.signal(number, signal.SIG_DFL)  # the second one does not wait
+        threading.Thread(target=drain, name="drain", daemon=True).start()
+
+    def tell_hang() -> None:
+        bridge.shut_down(FinishReason.ERROR, "the engine hangs; the server is shutting down")
+        server.join()
+
     server.start()
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in LEAVE:
         signal.signal(signum, leave)
     name = (config.model.served_model_name or (config.model.model,))[0]
     print(f"oasis_tp ready: {url_of(sock)} model {name}, max_model_len {engine.max_model_len:,}", flush=True)
+    watchdog = _watchdog(engine, config, tell_hang)
     try:
         engine.run()
         bridge.shut_down(FinishReason.ABORT, "the server is shutting down")
@@ -130,7 +148,14 @@ def serve(engine: "Engine", tokenizer: Tokenizer, config: Config, sock: socket.s
         bridge.shut_down(FinishReason.ERROR, "the engine has failed; the server is shutting down")
         raise
     finally:
+        watchdog.stop()
         server.join()
+
+
+def _watchdog(engine: "Engine", config: Config, on_hang: Callable[[], None]) -> Watchdog:
+    watchdog = Watchdog(config.server.watchdog_timeout, lambda: engine.stats().last_step_time, on_hang)
+    watchdog.start()
+    return watchdog
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -139,15 +164,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     from oasis_tp.comm import discover_ranks  # torch takes seconds: not before the command line is known to be right
 
     try:
-        rank = discover_ranks().rank
-    except ValueError as error:
-        print(f"{PROG}: error: {error}", file=sys.stderr, flush=True)
-        return 2
-    logging.basicConfig(
-        level=config.server.log_level.upper(),
-        format=f"%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s",
-    )
-    try:
+        ranks = discover_ranks()
+        rank = ranks.rank
+        set_up_logs(config.server.log_level, config.server.log_format, rank)
+        if ranks.size > 1:
+            exit_with_parent()
+        api_keys = read_keys(config.server)
         template = read_template(config.model.chat_template)
         sock = bind(config.server) if rank == 0 else None
         from oasis_tp.engine.engine import Engine
@@ -159,12 +181,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         if sock is not None:
-            serve(engine, tokenizer, config, sock)
+            serve(engine, tokenizer, config, sock, api_keys)
         else:
             # The launcher signals every rank; this one leaves when rank 0 says so.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            for signum in LEAVE:
+                signal.signal(signum, signal.SIG_IGN)
+            watchdog = _watchdog(engine, config, lambda: None)
             engine.run()
+            watchdog.stop()
     except Exception:
         logger.exception("rank %d: the engine failed at step %d", rank, engine.stats().steps)
         return 1

@@ -55,7 +55,16 @@ def validate(config: Config) -> None:
     )
     queued = batching.max_num_queued_reqs
     _check("--max-num-queued-reqs", queued, queued >= 1, "a whole number from 1")
-    _check("--port", config.server.port, 0 <= config.server.port <= 65535, "0 (any free port) to 65535")
+    server = config.server
+    _check("--api-key", server.api_key, all(server.api_key), "keys that are not empty")
+    limits = {
+        "--shutdown-timeout": (server.shutdown_timeout, 0.0),
+        "--watchdog-timeout": (server.watchdog_timeout, 1.0),
+        "--sse-keep-alive-interval": (server.sse_keep_alive_interval, 0.0),
+    }
+    for option, (seconds, least) in limits.items():
+        _check(option, seconds, least <= seconds < 1e9, f"seconds from {least:.0f}")
+    _check("--port", server.port, 0 <= server.port <= 65535, "0 (any free port) to 65535")
 
 
 def _check(option: str, value: object, ok: bool, allowed: str) -> None:

@@ -16,6 +16,7 @@ from oasis_tp.batch.results import ErrorFile, ResultFile, StatusFile
 from oasis_tp.cli import parse_config
 from oasis_tp.config import Config
 from oasis_tp.models.tokenizer import load_tokenizer, read_template
+from oasis_tp.server.logs import set_up_logs
 
 PROG = "oasis-tp batch"
 PREEMPTED = 75
@@ -70,10 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"{PROG}: error: {error}", file=sys.stderr, flush=True)
         return 2
-    logging.basicConfig(
-        level=config.server.log_level.upper(),
-        format=f"%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s",
-    )
+    set_up_logs(config.server.log_level, config.server.log_format, rank)
     try:
         return _lead(config, args) if rank == 0 else _follow(config)
     except ValueError as error:

@@ -3,19 +3,20 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
-from tokenizers import Tokenizer
 
 from oasis_tp import __version__
 from oasis_tp.config import Config
+from oasis_tp.models.tokenizer import Tokenizer
 from oasis_tp.request import QueueFullError
+from oasis_tp.server.auth import KeyCheck
 from oasis_tp.server.bridge import EngineBridge, EngineDeadError, OutputStream
 from oasis_tp.server.generation import Generation
 from oasis_tp.server.metrics import CONTENT_TYPE, Metrics
@@ -29,24 +30,18 @@ from oasis_tp.server.protocol import (
     usage,
     validation_error,
 )
+from oasis_tp.server.tokens import tokenizer_routes
 from oasis_tp.validation import validate_sparsity
 
-HEARTBEAT_TIMEOUT_S = 120.0
-"""A step older than this, with requests in the engine, means that it hangs."""
+RETRY_AFTER_S = 1
+"""What a client is told to wait when the queue is full: requests end all the time."""
 
 
-class TokenizerLike(Protocol):
-    """What the server needs of the model's tokenizer; calls may come from any thread."""
+def create_app(bridge: EngineBridge, tokenizer: Tokenizer, config: Config, api_keys: Sequence[str] = ()) -> FastAPI:
+    """The ASGI application over one engine. It starts to receive the engine's outputs when the server starts it.
 
-    backend: Tokenizer
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-
-    def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str: ...
-
-
-def create_app(bridge: EngineBridge, tokenizer: TokenizerLike, config: Config) -> FastAPI:
-    """The ASGI application over one engine. It starts to receive the engine's outputs when the server starts it."""
+    Calls to the tokenizer may come from any thread. `api_keys`: clients must send one of them; none: they need not.
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -58,6 +53,13 @@ def create_app(bridge: EngineBridge, tokenizer: TokenizerLike, config: Config) -
     names = config.model.served_model_name or (config.model.model,)
     started = int(time.time())
     _add_error_handlers(app)
+    if api_keys:
+        app.add_middleware(KeyCheck, keys=api_keys)
+    app.include_router(tokenizer_routes(tokenizer, names, bridge.max_model_len))
+
+    def sse(chunks: AsyncGenerator[dict[str, Any], None]) -> StreamingResponse:
+        lines = _lines(chunks, config.server.sse_keep_alive_interval or None)
+        return StreamingResponse(lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     def start(request: Request, body: CompletionRequest | ChatRequest, prompts: list[list[int]]) -> Generation:
         """Submit a request's prompts; from here on the stream is closed by whoever comes first: end or disconnect."""
@@ -67,7 +69,7 @@ def create_app(bridge: EngineBridge, tokenizer: TokenizerLike, config: Config) -
                 validate_sparsity(sparsity, config.memory.block_size, lambda name: f"sparsity.{name}")
             stream = bridge.open(prompts, sampling, sparsity)
         except QueueFullError as error:
-            raise ApiError(429, str(error), code="queue_full") from error
+            raise ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(RETRY_AFTER_S)}) from error
         except ValueError as error:
             raise ApiError(400, str(error)) from error
         except EngineDeadError as error:
@@ -98,7 +100,7 @@ def create_app(bridge: EngineBridge, tokenizer: TokenizerLike, config: Config) -
         generation = start(request, body, ids)
         head = response_head("cmpl-", "text_completion", model)
         if body.stream:
-            return _sse(_chunks(generation, head, ChoiceDelta.completion, body.include_usage, []))
+            return sse(_chunks(generation, head, ChoiceDelta.completion, body.include_usage, []))
         return await _whole(generation, head, ChoiceDelta.completion)
 
     @app.post("/v1/chat/completions")
@@ -116,7 +118,7 @@ def create_app(bridge: EngineBridge, tokenizer: TokenizerLike, config: Config) -
                 {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
                 for index in range(generation.num_choices)
             ]
-            return _sse(_chunks(generation, head, ChoiceDelta.chat_chunk, body.include_usage, roles))
+            return sse(_chunks(generation, head, ChoiceDelta.chat_chunk, body.include_usage, roles))
         return await _whole(generation, response_head("chatcmpl-", "chat.completion", model), ChoiceDelta.chat)
 
     @app.get("/v1/models")
@@ -129,7 +131,7 @@ def create_app(bridge: EngineBridge, tokenizer: TokenizerLike, config: Config) -
         stats = bridge.stats()
         reason = bridge.dead
         age_s = time.monotonic() - stats.last_step_time
-        if reason is None and stats.num_running + stats.num_waiting and age_s > HEARTBEAT_TIMEOUT_S:
+        if reason is None and age_s > config.server.watchdog_timeout:
             reason = f"no step for {age_s:.0f} s"
         if reason is not None:
             raise ApiError(503, reason, code="engine_dead")
@@ -167,7 +169,7 @@ async def _chunks(
     shape: Callable[[ChoiceDelta], dict[str, Any]],
     include_usage: bool,
     first: list[dict[str, Any]],
-) -> AsyncIterator[dict[str, Any]]:
+) -> AsyncGenerator[dict[str, Any], None]:
     """The chunks of a streamed answer; an error in mid-answer is the last of them."""
     no_usage: dict[str, Any] = {"usage": None} if include_usage else {}
     try:
@@ -183,22 +185,34 @@ async def _chunks(
         yield head | {"choices": [], "usage": counts}
 
 
-def _sse(chunks: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
-    """Server-sent events, one per chunk, closed by `[DONE]`."""
+async def _lines(chunks: AsyncGenerator[dict[str, Any], None], keep_alive_s: float | None) -> AsyncIterator[str]:
+    """Server-sent events, one per chunk, closed by `[DONE]`; a comment when `keep_alive_s` pass without any.
 
-    async def lines() -> AsyncIterator[str]:
-        async for chunk in chunks:
-            yield f"data: {json.dumps(chunk, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n"
-        yield "data: [DONE]\n\n"
-
-    return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    Proxies cut connections that are silent for a minute, and a long prompt is silent for longer.
+    """
+    chunk: asyncio.Task[dict[str, Any] | None] | None = None
+    try:
+        while True:
+            chunk = asyncio.ensure_future(anext(chunks, None))
+            while not (await asyncio.wait({chunk}, timeout=keep_alive_s))[0]:
+                yield ": keep-alive\n\n"
+            data = chunk.result()
+            if data is None:
+                break
+            yield f"data: {json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n"
+    finally:
+        if chunk is not None and not chunk.done():
+            chunk.cancel()
+            await asyncio.wait({chunk})
+        await chunks.aclose()
+    yield "data: [DONE]\n\n"
 
 
 def _add_error_handlers(app: FastAPI) -> None:
     """Every error leaves in OpenAI's shape; what a client can mend is a 400."""
 
     def reply(error: ApiError) -> Response:
-        return JSONResponse(error.body(), status_code=error.status)
+        return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
 
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> Response:

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import itertools
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -80,6 +81,8 @@ class EngineBridge:
         self._streams: dict[int, OutputStream] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed: str | None = None
+        self._draining = False
+        self._drained = threading.Event()
 
     @property
     def max_model_len(self) -> int:
@@ -132,6 +135,24 @@ class EngineBridge:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._end_all, reason, message)
 
+    def drain(self, timeout_s: float, message: str) -> bool:
+        """Refuse new requests and wait until the open ones have ended; false when `timeout_s` was not enough.
+
+        From any thread but the event loop's. `message` is what refused clients read.
+        """
+        self._closed = message
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._begin_drain)
+        return self._drained.wait(timeout_s)
+
+    def _begin_drain(self) -> None:
+        self._draining = True
+        self._check_drained()
+
+    def _check_drained(self) -> None:
+        if self._draining and not self._streams:
+            self._drained.set()
+
     def _abort(self, request_id: int) -> None:
         if request_id in self._streams:
             self._engine.abort(request_id)
@@ -139,6 +160,7 @@ class EngineBridge:
     def _forget(self, request_id: int) -> None:
         self._abort(request_id)
         self._streams.pop(request_id, None)
+        self._check_drained()
 
     def _on_output(self, outputs: list[TokenOutput]) -> None:
         """On the engine thread, after each step. A loop that is gone has no one left to tell."""
@@ -153,6 +175,7 @@ class EngineBridge:
             if output.finish_reason is not None:
                 del self._streams[output.request_id]
             stream._receive(output)
+        self._check_drained()
 
     def _end_all(self, reason: FinishReason, message: str) -> None:
         error = message if reason is FinishReason.ERROR else None

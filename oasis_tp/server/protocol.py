@@ -49,8 +49,16 @@ UNION_FIELDS = {
 class ApiError(Exception):
     """An error for the client, in OpenAI's shape."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
+        self.headers = headers
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def body(self) -> dict[str, Any]:
@@ -64,7 +72,7 @@ def _printable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-class _Model(BaseModel):
+class StrictModel(BaseModel):
     """Strict types, no unknown fields, no NaN; a null is an absent field."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -88,17 +96,17 @@ def _sparsity_model() -> type[BaseModel]:
     hints = get_type_hints(SparsityConfig)
     del hints["hot_factor"]
     optional: dict[str, Any] = {name: (Int32 if hint is int else hint, None) for name, hint in hints.items()}
-    return create_model("SparsityOverride", __base__=_Model, **optional)
+    return create_model("SparsityOverride", __base__=StrictModel, **optional)
 
 
 SparsityOverride = _sparsity_model()
 
 
-class StreamOptions(_Model):
+class StreamOptions(StrictModel):
     include_usage: bool = False
 
 
-class _Request(_Model):
+class _Request(StrictModel):
     """What both endpoints take."""
 
     model: str | None = None
@@ -190,15 +198,28 @@ class CompletionRequest(_Request):
         return self.logprobs
 
 
-class TextPart(_Model):
+class TextPart(StrictModel):
     type: Literal["text"]
     text: str
 
 
-class Message(_Model):
+class Message(StrictModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
     name: str | None = None
+
+
+def plain_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Messages as chat templates want them: content is one string."""
+    return [
+        {
+            "role": message.role,
+            "content": message.content
+            if isinstance(message.content, str)
+            else "".join(part.text for part in message.content),
+        }
+        for message in messages
+    ]
 
 
 class ChatRequest(_Request):
@@ -210,16 +231,8 @@ class ChatRequest(_Request):
     top_logprobs: int | None = None
 
     def plain_messages(self) -> list[dict[str, str]]:
-        """Messages as chat templates want them: content is one string."""
-        return [
-            {
-                "role": message.role,
-                "content": message.content
-                if isinstance(message.content, str)
-                else "".join(part.text for part in message.content),
-            }
-            for message in self.messages
-        ]
+        """See the function of this name."""
+        return plain_messages(self.messages)
 
     def _max_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

@@ -43,7 +43,7 @@ def stream(url: str) -> tuple[list[dict], bool]:
 
 
 def test_sigterm_aborts_what_is_open_and_exits_0() -> None:
-    with running("silent") as (process, url):
+    with running("silent", "--shutdown-timeout", "0") as (process, url):
         with httpx.stream("POST", f"{url}/v1/completions", json={"prompt": "x", "stream": True}, timeout=30) as reply:
             assert reply.status_code == 200
             process.send_signal(signal.SIGTERM)

@@ -15,7 +15,8 @@ FLAGS = """
 --gpu-memory-utilization --device-kv-gb --host-kv-gb --block-size
 --attention --budget-tokens --recent-tokens --sink-blocks --hot-factor --sketch --tail-estimate
 --max-num-seqs --max-num-batched-tokens --max-num-queued-reqs
---host --port --log-level
+--host --port --api-key --api-key-file --shutdown-timeout --watchdog-timeout --sse-keep-alive-interval
+--log-format --log-level
 """
 
 
@@ -110,6 +111,10 @@ def test_a_faulty_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
         ("--max-num-batched-tokens 8", "--max-num-batched-tokens is 8; allowed: at least 16"),
         ("--max-num-queued-reqs 0", "--max-num-queued-reqs"),
         ("--port 65536", "--port"),
+        ("--api-key=", "--api-key"),
+        ("--shutdown-timeout=-1", "--shutdown-timeout"),
+        ("--watchdog-timeout 0", "--watchdog-timeout is 0.0; allowed: seconds from 1"),
+        ("--sse-keep-alive-interval nan", "--sse-keep-alive-interval"),
         ("-tp 0", "--tensor-parallel-size"),
         ("--distributed-timeout-seconds 0", "--distributed-timeout-seconds"),
         ("--dtype int4", "--dtype"),

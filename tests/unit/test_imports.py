@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "comm": {"ranks"} | SHARED,
     "config": SHARED,
     "ranks": SHARED,
+    "lifetime": set(),
     "request": SHARED,
     "sharding": SHARED,
     "validation": SHARED,
