@@ -4,10 +4,11 @@ import argparse
 import logging
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from oasis_tp.batch.job import BatchJob
 from oasis_tp.batch.lines import count_lines, read_lines
@@ -15,8 +16,12 @@ from oasis_tp.batch.progress import Progress
 from oasis_tp.batch.results import ErrorFile, ResultFile, StatusFile
 from oasis_tp.cli import parse_config
 from oasis_tp.config import Config
+from oasis_tp.lifetime import Watchdog, exit_with_parent
 from oasis_tp.models.tokenizer import load_tokenizer, read_template
 from oasis_tp.server.logs import set_up_logs
+
+if TYPE_CHECKING:
+    from oasis_tp.engine.engine import Engine
 
 PROG = "oasis-tp batch"
 PREEMPTED = 75
@@ -67,11 +72,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A batch has a queue of its own, the file: the engine's is as long as it wants.
     config = replace(config, batching=replace(config.batching, max_num_queued_reqs=ANY_NUMBER))
     try:
-        rank = discover_ranks().rank
+        ranks = discover_ranks()
+        rank = ranks.rank
     except ValueError as error:
         print(f"{PROG}: error: {error}", file=sys.stderr, flush=True)
         return 2
     set_up_logs(config.server.log_level, config.server.log_format, rank)
+    if ranks.size > 1:
+        exit_with_parent()
     try:
         return _lead(config, args) if rank == 0 else _follow(config)
     except ValueError as error:
@@ -89,9 +97,17 @@ def _follow(config: Config) -> int:
     # The launcher signals every rank; this one leaves when rank 0 says so.
     for signum in SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
+    watchdog = _watch(engine, config, lambda: None)
     engine.run()
+    watchdog.stop()
     engine.tp.close()
     return 0
+
+
+def _watch(engine: "Engine", config: Config, on_hang: Callable[[], None]) -> Watchdog:
+    watchdog = Watchdog(config.server.watchdog_timeout, lambda: engine.stats().last_step_time, on_hang)
+    watchdog.start()
+    return watchdog
 
 
 def _lead(config: Config, args: argparse.Namespace) -> int:
@@ -131,11 +147,13 @@ def _lead(config: Config, args: argparse.Namespace) -> int:
         status.write("failed", completed=resumed, failed=0)
         raise
     state = "failed"
+    watchdog = _watch(engine, config, lambda: job.write_status("failed"))
     try:
         job.start()
         engine.run()
         state = "completed" if job.finished else "preempted"
     finally:
+        watchdog.stop()
         progress.close()
         job.write_status(state)
         errors.close()

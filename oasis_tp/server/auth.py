@@ -50,7 +50,7 @@ class KeyCheck:
 
     def _is_known(self, headers: Headers) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = key.strip().encode()
+        given = key.strip().encode("latin-1")  # the bytes as they came
         # Every key is compared, each in constant time: how long it takes tells nothing.
         matches = [hmac.compare_digest(given, known) for known in self._keys]
         return scheme.lower() == "bearer" and any(matches)

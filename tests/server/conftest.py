@@ -2,7 +2,7 @@
 
 import importlib.util
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,13 +37,14 @@ def fake() -> ModuleType:
 class Served:
     """A running server, its engine, and clients for it."""
 
-    def __init__(self, fake: ModuleType) -> None:
+    def __init__(self, fake: ModuleType, api_keys: tuple[str, ...] = (), **options: Any) -> None:
         self.engine: Any = fake.FakeEngine()
-        config = Config(model=ModelConfig(served_model_name=("tiny", "alias")), server=ServerConfig(port=0))
+        server = ServerConfig(port=0, **options)
+        config = Config(model=ModelConfig(served_model_name=("tiny", "alias")), server=server)
         sock = bind(config.server)
         self.bridge = EngineBridge(self.engine)
         self.url = url_of(sock)
-        self._server = HttpServer(create_app(self.bridge, self.engine.tokenizer, config), sock, "warning")
+        self._server = HttpServer(create_app(self.bridge, self.engine.tokenizer, config, api_keys), sock, "warning")
         self._engine_thread = threading.Thread(target=self.engine.run, daemon=True)
         self._server.start()
         self._engine_thread.start()
@@ -65,3 +66,17 @@ def served(fake: ModuleType) -> Iterator[Served]:
     server = Served(fake)
     yield server
     server.close()
+
+
+@pytest.fixture
+def serve_with(fake: ModuleType) -> Iterator[Callable[..., Served]]:
+    """Start a server with options of its own."""
+    servers: list[Served] = []
+
+    def start(**options: Any) -> Served:
+        servers.append(Served(fake, **options))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()

@@ -73,6 +73,7 @@ class FakeEngine:
         self.answer = [*self.tokenizer.encode(ANSWER), 256]
         self.answering = True
         self.endless = False
+        self.hanging = False
         self.fail_with: Exception | None = None
         self.on_output: Callable[[list[TokenOutput]], None] = lambda outputs: None
         self.specs: list[RequestSpec] = []
@@ -89,6 +90,7 @@ class FakeEngine:
             raise ValueError("--model missing: no such directory")
         engine = cls()
         engine.answering = config.model.model != "silent"
+        engine.hanging = config.model.model == "hanging"
         if config.model.model == "broken":
             engine.fail_with = RuntimeError("a kernel fell over")
         return engine
@@ -132,6 +134,8 @@ class FakeEngine:
                 if self.fail_with is not None and self._live:
                     self.counts.dead = "the engine has failed"
                     raise self.fail_with
+                if self.hanging and self._live:
+                    threading.Event().wait()
                 aborted, self._ended = self._ended, []
                 outputs = [self._next(request_id) for request_id in self._live] if self.answering else []
                 for output in outputs:

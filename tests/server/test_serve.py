@@ -63,6 +63,19 @@ def test_an_engine_that_fails_tells_open_requests_and_exits_1() -> None:
         assert "a kernel fell over" in log and "rank 0" in log
 
 
+def test_an_engine_that_hangs_tells_open_requests_prints_its_stacks_and_exits_1() -> None:
+    with running("hanging", "--watchdog-timeout", "1", "--log-format", "json") as (process, url):
+        events, done = stream(url)
+        assert done and events[-1]["error"]["type"] == "server_error"
+        assert "hangs" in events[-1]["error"]["message"]
+        assert process.wait(30) == 1
+        assert process.stderr is not None
+        log = process.stderr.read()
+        (said,) = [json.loads(line) for line in log.splitlines() if line.startswith("{") and "no step" in line]
+        assert (said["level"], said["rank"]) == ("ERROR", 0)
+        assert "most recent call first" in log and "fake_engine.py" in log, "where it hangs"
+
+
 def run(*arguments: str) -> tuple[int, str]:
     command = [sys.executable, str(SCRIPT), *arguments]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
@@ -78,5 +91,7 @@ def test_what_cannot_start_says_so_in_one_line() -> None:
     assert (code, message.strip()) == (2, "oasis-tp serve: error: --model missing: no such directory")
     code, message = run("--port", "0", "--chat-template", "/no/such.jinja")
     assert code == 2 and message.startswith("oasis-tp serve: error: --chat-template /no/such.jinja:")
+    code, message = run("--port", "0", "--api-key-file", "/no/such/keys")
+    assert code == 2 and message.startswith("oasis-tp serve: error: --api-key-file /no/such/keys:")
     code, message = run("--prot", "0")
     assert code == 2 and "unknown option --prot; did you mean --port?" in message
