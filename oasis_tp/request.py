@@ -33,6 +33,14 @@ class SamplingParams:
     top_k: int = 0
     """0 or -1: off."""
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    """Taken once from the logit of every token of the output so far."""
+    frequency_penalty: float = 0.0
+    """Taken as often as the token stands in the output so far."""
+    repetition_penalty: float = 1.0
+    """Divides (multiplies, below 0) the logits of tokens of prompt and output."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit); each token once."""
     seed: int | None = None
     n: int = 1
     stop: tuple[str, ...] = ()
@@ -51,6 +59,12 @@ class SamplingParams:
         check("top_p", 0.0 < self.top_p <= 1.0, "above 0, up to 1")
         check("top_k", self.top_k >= -1, "-1 or 0 (off), or a whole number from 1")
         check("min_p", 0.0 <= self.min_p <= 1.0, "0 to 1")
+        check("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "-2 to 2")
+        check("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "-2 to 2")
+        check("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "above 0, up to 100")
+        biased = dict(self.logit_bias)
+        check("logit_bias", all(-100.0 <= bias <= 100.0 for bias in biased.values()), "-100 to 100 for each token")
+        check("logit_bias", len(biased) == len(self.logit_bias), "each token once")
         check("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit whole number")
         check("n", 1 <= self.n <= 128, "1 to 128")
         check("stop", all(self.stop), "strings that are not empty")

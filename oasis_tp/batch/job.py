@@ -14,7 +14,7 @@ from oasis_tp.engine.engine import Engine
 from oasis_tp.models.tokenizer import Tokenizer
 from oasis_tp.request import RequestSpec, SamplingParams, TokenOutput
 from oasis_tp.server.bridge import request_specs
-from oasis_tp.server.generation import Assembler, join_deltas
+from oasis_tp.server.generation import Assembler, join_deltas, prompt_texts
 from oasis_tp.server.protocol import ApiError, ChatRequest, ChoiceDelta, CompletionRequest, response_head, usage
 from oasis_tp.validation import validate_sparsity
 
@@ -153,6 +153,7 @@ class BatchJob:
             len(ids),
             return_kv_stats=body.return_kv_stats,
             abort=lambda choice: self._engine.abort(ids[choice]),
+            echoes=prompt_texts(body, self._tokenizer.backend) if isinstance(body, CompletionRequest) else (),
         )
 
     def _receive(self, outputs: list[TokenOutput]) -> None:

@@ -58,6 +58,9 @@ class Engine:
         outside = [token for token in spec.prompt_ids if not 0 <= token < self.vocab_size]
         if outside:
             raise ValueError(f"prompt has token id {outside[0]}; this model's ids are 0 to {self.vocab_size - 1}")
+        biased = [token for token, _ in spec.sampling.logit_bias if not 0 <= token < self.vocab_size]
+        if biased:
+            raise ValueError(f"logit_bias has token id {biased[0]}; this model's ids are 0 to {self.vocab_size - 1}")
         request = self.scheduler.make_request(spec)
         wanted = request.sparsity
         if wanted.attention != "dense" and wanted.sketch not in self.runner.cache.sketches:
@@ -232,6 +235,7 @@ def _decode(payload: bytes) -> list[RequestSpec | int]:
         sampling = item.pop("sampling")
         for key in ("stop", "stop_token_ids"):
             sampling[key] = tuple(sampling[key])
+        sampling["logit_bias"] = tuple((token, bias) for token, bias in sampling["logit_bias"])
         sparsity = item.pop("sparsity")
         news.append(
             RequestSpec(

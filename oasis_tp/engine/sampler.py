@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from oasis_tp.engine.penalties import changes_logits, penalized
 from oasis_tp.request import Request, SamplingParams, TokenLogprobs
 
 
@@ -28,12 +29,14 @@ class Sampler:
         token_ids, logprobs = [], []
         for index, request in enumerate(requests):
             sampling = request.spec.sampling
+            own = changes_logits(sampling) and not corrupted[index]
+            row = penalized(logits[index], request) if own else logits[index]
             if corrupted[index]:
                 token_id = -1
             elif sampling.temperature == 0.0:
-                token_id = int(greedy[index])
+                token_id = int(row.argmax()) if own else int(greedy[index])
             else:
-                token_id = _draw(logits[index], sampling, self._generator(request))
+                token_id = _draw(row, sampling, self._generator(request))
             token_ids.append(token_id)
             wanted = sampling.logprobs is not None and token_id >= 0
             logprobs.append(_logprobs(logits[index], token_id, sampling.logprobs or 0) if wanted else None)
@@ -76,7 +79,7 @@ def _draw(logits: torch.Tensor, sampling: SamplingParams, generator: torch.Gener
 
 
 def _logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:
-    """Of the model's own distribution: before temperature and truncation."""
+    """Of the model's own distribution: before penalties, temperature and truncation."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     top: tuple[tuple[int, float], ...] = ()
     if num_top:

@@ -1,7 +1,7 @@
 """From engine outputs to text: one request's choices, detokenised, counted and timed."""
 
 import dataclasses
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
@@ -10,7 +10,7 @@ from oasis_tp.request import FinishReason, SamplingParams, TokenOutput
 from oasis_tp.server.bridge import OutputStream
 from oasis_tp.server.detokenizer import REPLACEMENT, Detokenizer
 from oasis_tp.server.metrics import Metrics, OutputTimer
-from oasis_tp.server.protocol import ApiError, ChoiceDelta, TokenReport, TokenText
+from oasis_tp.server.protocol import ApiError, ChoiceDelta, CompletionRequest, TokenReport, TokenText
 
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON has no word for."""
@@ -32,6 +32,7 @@ class Assembler:
         num_choices: prompts times `sampling.n`.
         abort: ends a choice by index, when its stop string was found; its last output still comes.
         timers: makes a timer for each choice; None: nothing is timed.
+        echoes: a text for each choice that comes before its own; none: nothing does.
     """
 
     def __init__(
@@ -43,7 +44,10 @@ class Assembler:
         return_kv_stats: bool,
         abort: Callable[[int], None],
         timers: Callable[[], OutputTimer] | None = None,
+        echoes: Sequence[str] = (),
     ) -> None:
+        assert len(echoes) in (0, num_choices)
+        self._echoes = dict(enumerate(echoes))
         self.num_completion_tokens = 0
         self._tokenizer = tokenizer
         self._return_kv_stats = return_kv_stats
@@ -71,14 +75,14 @@ class Assembler:
             ApiError: the engine could not finish this choice.
         """
         choice, finish = self._choices[index], output.finish_reason
-        text, reports = "", None
+        text, reports = self._echoes.pop(index, ""), None
         was_stopped = choice.detokenizer.stopped
         if output.token_id is not None and not was_stopped:
             self.num_completion_tokens += 1
             if choice.timer is not None:
                 choice.timer.token()
             if finish is not FinishReason.STOP:  # the token that means the end is not text
-                text = choice.detokenizer.push(output.token_id)
+                text += choice.detokenizer.push(output.token_id)
             if output.logprobs is not None:
                 reports = [self._report(choice, output)]
         if finish is not None:
@@ -144,6 +148,8 @@ class Generation:
     metrics: Metrics
     arrival: float
     """time.monotonic() when the request came."""
+    echoes: Sequence[str] = ()
+    """See `Assembler`."""
     num_completion_tokens: int = field(default=0, init=False)
 
     async def deltas(self) -> AsyncIterator[ChoiceDelta]:
@@ -161,6 +167,7 @@ class Generation:
             return_kv_stats=self.return_kv_stats,
             abort=self.stream.abort,
             timers=lambda: OutputTimer(self.metrics, self.arrival),
+            echoes=self.echoes,
         )
         try:
             async for index, output in self.stream:
@@ -178,3 +185,14 @@ class Generation:
         async for delta in self.deltas():
             parts[delta.index].append(delta)
         return join_deltas(parts, self.sampling.logprobs is not None)
+
+
+def prompt_texts(body: CompletionRequest, tokenizer: Tokenizer) -> list[str]:
+    """What `echo` puts before each choice: its prompt, as it was given or as its ids read."""
+    if not body.echo:
+        return []
+    texts = [
+        prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=False)
+        for prompt in body.prompts()
+    ]
+    return [text for text in texts for _ in range(body.n)]

@@ -19,14 +19,9 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
     "metadata": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
@@ -115,6 +110,10 @@ class _Request(StrictModel):
     top_p: float = 1.0
     top_k: Int32 = 0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Annotated[dict[str, float], Field(max_length=1024)] = Field(default_factory=dict)
     seed: int | None = None
     n: int = 1
     stop: str | Annotated[list[str], Field(max_length=32)] = Field(default_factory=list)
@@ -149,6 +148,10 @@ class _Request(StrictModel):
                 top_p=self.top_p,
                 top_k=self.top_k,
                 min_p=self.min_p,
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+                repetition_penalty=self.repetition_penalty,
+                logit_bias=self._bias(),
                 seed=self.seed,
                 n=self.n,
                 stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
@@ -158,6 +161,13 @@ class _Request(StrictModel):
             )
         except ValueError as error:
             raise ApiError(400, str(error), param=str(error).split()[0]) from error
+
+    def _bias(self) -> tuple[tuple[int, float], ...]:
+        """JSON's keys are strings: token ids, here."""
+        for key in self.logit_bias:
+            if not (key.isascii() and key.isdecimal() and len(key) < 10):
+                raise ValueError(f"logit_bias has the key {key!r}; allowed: token ids")
+        return tuple((int(key), bias) for key, bias in self.logit_bias.items())
 
     def sparsity_over(self, base: SparsityConfig) -> SparsityConfig | None:
         """The server's sparsity with this request's changes; None when it brings none."""
@@ -182,6 +192,13 @@ class CompletionRequest(_Request):
         | Annotated[list[Annotated[list[int], Field(fail_fast=True)]], Field(fail_fast=True)]
     )
     logprobs: int | None = None
+    echo: bool = False
+
+    @model_validator(mode="after")
+    def _refuse_prompt_logprobs(self) -> "CompletionRequest":
+        if self.echo and self.logprobs is not None:
+            raise ApiError(400, "echo with logprobs (those of the prompt) is not supported", "echo")
+        return self
 
     def prompts(self) -> list[str] | list[list[int]]:
         """One entry per prompt. Raises: ApiError: there is none, or one is empty."""

@@ -35,10 +35,13 @@ def handlers() -> Iterator[None]:
 def requests() -> list[dict[str, Any]]:
     """Every kind of request in both shapes; random draws with and without a seed."""
     made = []
+    changed = {"logit_bias": {"5": -100, "9": 3}, "presence_penalty": 0.5, "repetition_penalty": 1.1}
     for number in range(NUM_GOOD):
         prompt = "the quick brown fox " * (1 + number % 7) + str(number)
         common: dict[str, Any] = {"max_tokens": 5 + 3 * (number % 5), "ignore_eos": True}
-        common |= [{"temperature": 0}, {"seed": 5, "n": 2}, {}, {"temperature": 0, "stop": ["e", " q"]}][number % 4]
+        common |= [{"temperature": 0}, {"seed": 5, "n": 2}, changed, {"temperature": 0, "stop": ["e", " q"]}][
+            number % 4
+        ]
         if number % 3:
             url, body = "/v1/completions", {"prompt": prompt, "logprobs": 2 if number % 2 else None}
         else:
@@ -50,6 +53,14 @@ def requests() -> list[dict[str, Any]]:
 BAD = [
     b"half a line",
     json.dumps({"custom_id": "bad", "method": "POST", "url": "/v1/completions", "body": {"prompt": ""}}).encode(),
+    json.dumps(
+        {
+            "custom_id": "bias",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": "x", "logit_bias": {"999": 1}},
+        }
+    ).encode(),
     json.dumps(
         {"custom_id": "long", "method": "POST", "url": "/v1/completions", "body": {"prompt": [5] * 600}}
     ).encode(),
@@ -105,10 +116,16 @@ def test_every_line_has_an_answer_or_an_error(whole: Path) -> None:
         else:
             assert usage["completion_tokens"] == request["body"]["max_tokens"] * len(texts)
     faults = [json.loads(line) for line in (whole / "out.jsonl.errors.jsonl").read_text().splitlines()]
-    assert {(fault["line"], fault["custom_id"]) for fault in faults} == {(5, None), (6, "bad"), (7, "long")}
+    assert {(fault["line"], fault["custom_id"]) for fault in faults} == {
+        (5, None),
+        (6, "bad"),
+        (7, "bias"),
+        (8, "long"),
+    }
     messages = [fault["response"]["body"]["error"]["message"] for fault in faults]
+    assert any("logit_bias has token id 999" in message for message in messages)
     assert any("600 tokens" in message and "512" in message for message in messages)
-    assert [status(whole)[key] for key in ("state", "total", "completed", "failed")] == ["completed", 23, 20, 3]
+    assert [status(whole)[key] for key in ("state", "total", "completed", "failed")] == ["completed", 24, 20, 4]
 
 
 def test_answers_are_those_of_the_http_server_s_shapes(whole: Path) -> None:

@@ -144,6 +144,26 @@ def test_neutral_fields_are_accepted(served: Any) -> None:
     assert reply.status_code == 200
 
 
+def test_penalties_and_bias_reach_the_engine(served: Any) -> None:
+    body = {"presence_penalty": 0.5, "frequency_penalty": -1, "logit_bias": {"5": -100, "7": 2.5}}
+    served.openai.completions.create(model="tiny", prompt=PROMPT, extra_body={"repetition_penalty": 1.2}, **body)
+    sampling = served.engine.specs[0].sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -1.0, 1.2)
+    assert sampling.logit_bias == ((5, -100.0), (7, 2.5))
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, [83, 97, 121]])
+def test_echo_puts_the_prompt_first_once(served: Any, prompt: Any) -> None:
+    first = prompt if isinstance(prompt, str) else served.engine.tokenizer.decode(prompt)
+    body = {"model": "tiny", "prompt": [prompt, prompt], "max_tokens": 100, "echo": True, "n": 2}
+    reply = served.openai.completions.create(**body)
+    assert [choice.text for choice in reply.choices] == [first + ANSWER] * 4
+    texts = ["", "", "", ""]
+    for chunk in served.openai.completions.create(**body, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [first + ANSWER] * 4
+
+
 HORRORS = [
     ({"prompt": ""}, "prompt"),
     ({"prompt": []}, "prompt"),
@@ -181,9 +201,15 @@ HORRORS = [
     ({"prompt": "x", "logprobs": True}, "logprobs"),
     ({"prompt": "x", "stream": "yes"}, "stream"),
     ({"prompt": "x", "stream_options": {"unknown": 1}}, "stream_options.unknown"),
-    ({"prompt": "x", "frequency_penalty": 0.5}, "frequency_penalty"),
-    ({"prompt": "x", "echo": True}, "echo"),
-    ({"prompt": "x", "logit_bias": {"5": 1}}, "logit_bias"),
+    ({"prompt": "x", "frequency_penalty": 2.5}, "frequency_penalty"),
+    ({"prompt": "x", "presence_penalty": -2.5}, "presence_penalty"),
+    ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty"),
+    ({"prompt": "x", "echo": True, "logprobs": 1}, "echo"),
+    ({"prompt": "x", "logit_bias": {"-5": 1}}, "logit_bias"),
+    ({"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias"),
+    ({"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias"),
+    ({"prompt": "x", "logit_bias": {"5": 1, "05": 1}}, "logit_bias"),
+    ({"prompt": "x", "logit_bias": [1]}, "logit_bias"),
     ({"prompt": "x", "temprature": 1}, "temprature"),
     ({"prompt": "x", "sparsity": {"budget_tokens": 0}}, None),
     ({"prompt": "x", "sparsity": {"recent_tokens": 1}}, None),
