@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 
 PR_SET_PDEATHSIG = 1
+STDERR = 2
+"""The process's own, whatever `sys.stderr` has become."""
 BACKSTOP_S = 15.0
 """Seconds after the watchdog's time at which the process ends even if no Python code can run in it."""
 
@@ -63,11 +65,11 @@ class Watchdog:
             left_s = self._timeout_s - age_s
             if left_s <= 0:
                 break
-            faulthandler.dump_traceback_later(left_s + BACKSTOP_S, exit=True)
+            faulthandler.dump_traceback_later(left_s + BACKSTOP_S, exit=True, file=STDERR)
             if self._stopped.wait(left_s):
                 return
         logger.error("the engine has made no step for %.0f s; the stacks of all threads follow", age_s)
-        faulthandler.dump_traceback(all_threads=True)
+        faulthandler.dump_traceback(all_threads=True, file=STDERR)
         try:
             self._on_hang()
         finally:

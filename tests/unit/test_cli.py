@@ -69,6 +69,11 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     assert parse("--config", str(file), "other", "--tail-estimate").model.model == "other"
 
 
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda p: p.name)
+def test_presets_are_valid(path: Path) -> None:
+    assert parse("--config", str(path)).model.model in path.read_text()
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
