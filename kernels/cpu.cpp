@@ -396,14 +396,19 @@ int64_t oasis_select(const Layer* layer, int64_t layer_index, const Row* rows, i
                      const Work* work, int64_t num_threads) {
   const int64_t heads = layer->num_heads, pairs = num_rows * heads, width = layer->group * layer->head_dim;
   std::vector<int64_t> fetched(pairs);
+  std::vector<int64_t> requests;  // first row of each: rows of one request share its tables and go in turn
+  for (int64_t r = 0; r < num_rows; ++r)
+    if (r == 0 || rows[r].table_row != rows[r - 1].table_row) requests.push_back(r);
+  requests.push_back(num_rows);
   std::vector<std::pair<int64_t, int64_t>> wanted(pairs * work->max_blocks);  // [pair, …]: host block, page
 #pragma omp parallel num_threads(num_threads)
   {
     Scratch s;
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t pair = 0; pair < pairs; ++pair) {
-      const Row& row = rows[pair / heads];
-      const int64_t head = pair % heads, open = row.position / layer->block_size;
+    for (int64_t item = 0; item < int64_t(requests.size() - 1) * heads; ++item)
+      for (int64_t r = requests[item / heads]; r < requests[item / heads + 1]; ++r) {
+      const Row& row = rows[r];
+      const int64_t head = item % heads, pair = r * heads + head, open = row.position / layer->block_size;
       s.order.clear();
       s.blocks.clear();
       if (const SketchLayer* sketch = sketch_of(row, layer_index)) {
