@@ -110,7 +110,7 @@ class LLM:
         spec = RequestSpec(
             request_id=held.request_id, prompt_ids=held.prompt_token_ids, sampling=SamplingParams(), hold=True
         )
-        self.engine.submit(spec)
+        self.engine.submit(spec, limit_queue=False)
         self.engine.step()
         while self.engine.has_work:
             self.engine.step()
@@ -157,7 +157,7 @@ class LLM:
             outputs.append(output)
         try:
             for spec in specs:
-                self.engine.submit(spec)
+                self.engine.submit(spec, limit_queue=False)
         except BaseException:
             for spec in specs:
                 self.engine.abort(spec.request_id)

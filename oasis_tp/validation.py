@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import fields
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from oasis_tp.config import Config, SparsityConfig
 
@@ -30,6 +32,7 @@ def validate(config: Config) -> None:
     Raises:
         ValueError: a value outside its range; names the option, the value and what is allowed.
     """
+    _check_literals(config)
     model, parallel, memory, batching = config.model, config.parallel, config.memory, config.batching
     _check("--model", model.model, bool(model.model), "a path, a Hugging Face id or smollm2")
     length = model.max_model_len
@@ -68,6 +71,16 @@ def validate(config: Config) -> None:
     queued = batching.max_num_queued_reqs
     _check("--max-num-queued-reqs", queued, queued >= 1, "a whole number from 1")
     _check("--port", config.server.port, 0 <= config.server.port <= 65535, "0 (any free port) to 65535")
+
+
+def _check_literals(config: Config) -> None:
+    """Values that are one of a few: Python callers reach a Config without the command line's own check."""
+    for section in fields(config):
+        values = getattr(config, section.name)
+        for name, hint in get_type_hints(type(values)).items():
+            if get_origin(hint) is Literal:
+                value, allowed = getattr(values, name), get_args(hint)
+                _check("--" + name.replace("_", "-"), value, value in allowed, ", ".join(map(str, allowed)))
 
 
 def _check(option: str, value: object, ok: bool, allowed: str) -> None:

@@ -48,8 +48,10 @@ class Engine:
         """Join the ranks, load the model, plan memory and print what fits (see engine/startup.py). Collective."""
         return cls(config, start(config, tuple(extra_sketches)))
 
-    def submit(self, spec: RequestSpec) -> None:
+    def submit(self, spec: RequestSpec, *, limit_queue: bool = True) -> None:
         """Queue a request. What rank 0 queues counts; on the other ranks this only checks it.
+
+        `limit_queue` False is for callers that bring all their work at once and wait for it.
 
         Raises:
             ValueError: it could never run; the message is fit for the user.
@@ -67,7 +69,7 @@ class Engine:
                 f"--attention resolve --sketch {wanted.sketch}"
             )
         limit = self.config.batching.max_num_queued_reqs
-        if len(self.scheduler.waiting) + self._inbox.qsize() >= limit:
+        if limit_queue and len(self.scheduler.waiting) + self._inbox.qsize() >= limit:
             raise QueueFullError(f"{limit} requests are waiting (--max-num-queued-reqs); try again later")
         if self.tp.rank == 0:
             self._inbox.put(spec)

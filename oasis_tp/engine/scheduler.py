@@ -126,6 +126,10 @@ class Scheduler:
     def add(self, spec: RequestSpec) -> None:
         """Queue a request that `make_request` accepts. A fork of what cannot be shared is a plain request."""
         parent = spec.fork_of
+        for request in self.waiting:
+            if request.request_id == parent and request.spec.fork_of is not None:
+                parent = request.spec.fork_of  # a fork of a fork has the same prompt to wait for
+                spec = replace(spec, fork_of=parent)
         if parent is not None and not (self.limits.host_tier and self._prompt_of(parent) == spec.prompt_ids):
             spec = replace(spec, fork_of=None)
         self.waiting.append(self.make_request(spec))

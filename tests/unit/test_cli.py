@@ -150,3 +150,11 @@ def test_the_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["serv"]) == 2
     assert "did you mean serve?" in capsys.readouterr().err
     assert main([]) == 2
+
+
+@pytest.mark.parametrize(("option", "value"), [("attention", "paper"), ("sketch", "3bit"), ("block_size", 17)])
+def test_python_callers_get_the_same_checks(option: str, value: object) -> None:
+    from oasis_tp.llm import make_config
+
+    with pytest.raises(ValueError, match=f"--{option.replace('_', '-')} is {value!r}; allowed: "):
+        make_config(**{option: value})
