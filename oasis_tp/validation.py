@@ -51,15 +51,10 @@ def validate(config: Config) -> None:
     _check("--spec-tokens", speculation.spec_tokens, 1 <= speculation.spec_tokens <= 16, "1 to 16")
     smallest, largest = speculation.prompt_lookup_min, speculation.prompt_lookup_max
     _check("--prompt-lookup-min", smallest, 1 <= smallest <= largest, f"1 to --prompt-lookup-max ({largest})")
-    least = speculation.num_drafts + memory.block_size
-    recent = config.sparsity.recent_tokens
-    _check(
-        "--recent-tokens",
-        recent,
-        recent >= least,
-        f"at least {least} (--spec-tokens and a block: drafts are not sealed)",
-    )
     validate_sparsity(config.sparsity, memory.block_size, lambda name: "--" + name.replace("_", "-"))
+    if speculation.num_drafts:
+        least, recent = speculation.num_drafts + memory.block_size, config.sparsity.recent_tokens
+        _check("--recent-tokens", recent, recent >= least, f"with drafts at least {least}: a block and --spec-tokens")
     _check("--max-num-seqs", batching.max_num_seqs, batching.max_num_seqs >= 1, "a whole number from 1")
     smallest = max(memory.block_size, batching.max_num_seqs)
     _check(

@@ -81,7 +81,9 @@ class ModelRunner:
 
     def _forward(self, plan: StepPlan) -> torch.Tensor | None:
         """Logits [rows, vocab] at rank 0: decoded rows, then prompts that end."""
-        states, positions, token_ids = [], [], []
+        states: list[RowState] = []
+        positions: list[int] = []
+        token_ids: list[int] = []
         for request, drafts in zip(plan.decode, plan.drafts, strict=True):
             states += [self.states[request.row]] * (1 + len(drafts))
             positions += range(request.num_computed, request.num_computed + 1 + len(drafts))
@@ -177,8 +179,8 @@ class ModelRunner:
                 row[:] = torch.tensor(tokens + [NO_TOKEN] * (len(row) - len(tokens)))
         if requests:
             self.tp.broadcast(message)
-        tokens = [[token for token in row if token != NO_TOKEN] for row in message.tolist()]
-        return Sampled(tokens, sampled.logprobs)
+        accepted = [[token for token in row if token != NO_TOKEN] for row in message.tolist()]
+        return Sampled(accepted, sampled.logprobs)
 
     def _seal(self, plan: StepPlan, sampled: Sampled) -> None:
         """Seal the blocks that this step's committed tokens completed; rejected drafts complete nothing."""

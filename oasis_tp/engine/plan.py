@@ -55,7 +55,7 @@ class StepPlan:
 
     @property
     def sampled(self) -> list[Request]:
-        """Requests that get tokens in this step: those that decode, prompts that end, forks that start, in this order."""
+        """Requests that get tokens in this step, in this order: decoding ones, prompts that end, forks that start."""
         ended = [c.request for c in self.prefill if c.is_last and not c.request.spec.hold]
         return self.decode + ended + [start.request for start in self.starts]
 

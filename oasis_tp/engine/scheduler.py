@@ -180,7 +180,8 @@ class Scheduler:
     def commit(self, plan: StepPlan, token_ids: list[list[int]]) -> list[Request]:
         """Take the step's tokens, a list per `plan.sampled`: accepted drafts and the one after, or [-1].
 
-        -1 means that this request's numbers were not finite. What follows a request's end is dropped from its list. Returns the requests that ended, their resources already given back.
+        -1 means that this request's numbers were not finite. What follows a request's end is dropped from its list.
+        Returns the requests that ended, their resources already given back.
         """
         for chunk in plan.prefill:
             chunk.request.num_computed = chunk.stop

@@ -141,7 +141,7 @@ def test_logprobs_are_the_models_own_whatever_the_sampling() -> None:
 
 
 def test_drafts_change_no_draw() -> None:
-    """Rows verified together give the tokens that rows sampled one after the other would, and stop at the first miss."""
+    """Rows verified together give the tokens of rows sampled one after the other, up to the first miss."""
     rows = torch.randn(4, 7, generator=torch.Generator().manual_seed(3))
     for seed in range(20):
         alone = Sampler(0)
