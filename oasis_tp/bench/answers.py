@@ -37,9 +37,7 @@ class Mode:
         )
 
 
-def make_modes(
-    modes: list[str], sketches: list[SketchKind], budgets: list[int], tails: list[bool]
-) -> list[Mode]:
+def make_modes(modes: list[str], sketches: list[SketchKind], budgets: list[int], tails: list[bool]) -> list[Mode]:
     """`dense` first, because all others are compared with it; minmax has no tail estimate."""
     found = [Mode(mode=mode) for mode in ("dense", "endpoint") if mode in modes]
     if "resolve" in modes:
@@ -77,7 +75,7 @@ class Answer:
     def to(cls, sample: Sample, mode: Mode, pred: str, kv: KvStats | dict[str, Any] | None) -> "Answer":
         """The scored answer. `kv`: the request's tier statistics, where the engine gave some."""
         figures: dict[str, Any] = asdict(kv) if isinstance(kv, KvStats) else (kv or {})
-        kept = {name: figures.get(name) for name in ("missed_mass", "hit_rate", "attended_share")}
+        kept: dict[str, Any] = {name: figures.get(name) for name in ("missed_mass", "hit_rate", "attended_share")}
         return cls(**_about(sample, mode), pred=pred, score=score(sample, pred), **kept)
 
     @classmethod

@@ -159,7 +159,9 @@ def _checked(record: dict[str, Any], path: Path) -> dict[str, Any]:
         raise ValueError(f"missing field {', '.join(missing)}; needed: {', '.join(REQUIRED)}")
     task = record.get("task") or next((name for name in (path.stem, path.parent.name) if _task(name)), None)
     if not isinstance(task, str) or not _task(task):
-        said = "no field task, and neither the file nor its directory is named after one" if task is None else repr(task)
+        said = (
+            "no field task, and neither the file nor its directory is named after one" if task is None else repr(task)
+        )
         raise ValueError(f"task: {said}; known: {', '.join(TASK_SPECS)}")
     spec = TASK_SPECS[_task(task)]
     record = {

@@ -59,7 +59,7 @@ def sentences(text: str) -> tuple[str, ...]:
 
 @cache
 def vocabulary() -> tuple[str, ...]:
-    """About 2,000 English words in small letters, those of the standard library's help topics, in alphabetical order."""
+    """About 2,000 English words in small letters, those of Python's help topics, in alphabetical order."""
     return tuple(sorted(set(re.findall(r"\b[a-z]{4,9}\b", prose()))))
 
 

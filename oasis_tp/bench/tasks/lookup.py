@@ -23,9 +23,7 @@ def passkey(ask: Ask) -> Draft:
 
     prefix = " The pass key is"
     size, num_tokens = largest_fit(ask.tokenizer, ask.num_tokens, lambda size: text(size) + prefix, 0)
-    return Draft(
-        input=text(size), outputs=(key,), answer_prefix=prefix, num_prompt_tokens=num_tokens, depth=depth
-    )
+    return Draft(input=text(size), outputs=(key,), answer_prefix=prefix, num_prompt_tokens=num_tokens, depth=depth)
 
 
 def kv_retrieval(ask: Ask) -> Draft:
@@ -42,11 +40,9 @@ def kv_retrieval(ask: Ask) -> Draft:
         pairs.insert(round(depth * size), (key, value))
         return (
             "Extract the value that belongs to the given key from the JSON object below.\n"
-            f"{json.dumps(dict(pairs), indent=0)}\nKey: \"{key}\""
+            f'{json.dumps(dict(pairs), indent=0)}\nKey: "{key}"'
         )
 
     prefix = '\nCorresponding value: "'
     size, num_tokens = largest_fit(ask.tokenizer, ask.num_tokens, lambda size: text(size) + prefix, 0)
-    return Draft(
-        input=text(size), outputs=(value,), answer_prefix=prefix, num_prompt_tokens=num_tokens, depth=depth
-    )
+    return Draft(input=text(size), outputs=(value,), answer_prefix=prefix, num_prompt_tokens=num_tokens, depth=depth)

@@ -68,7 +68,9 @@ def _passages(sentences: tuple[str, ...]) -> list[str]:
             open_text = f"{open_text} {words}".strip()
     found += [open_text] if len(open_text) >= 100 else []
     if len(found) < 2 * NUM_ASKED_ALIKE:
-        raise ValueError(f"--haystack: mrcr needs {2 * NUM_ASKED_ALIKE} passages of whole sentences, and it has {len(found)}")
+        raise ValueError(
+            f"--haystack: mrcr needs {2 * NUM_ASKED_ALIKE} passages of whole sentences, and it has {len(found)}"
+        )
     return found
 
 

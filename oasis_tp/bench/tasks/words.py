@@ -72,8 +72,8 @@ def fwe(ask: Ask) -> Draft:
         random.Random(order).shuffle(entries)
         return (
             "The following coded text is made of words without meaning. Keep track of how often each of them appears.\n"
-            f"{' '.join(entries)}\nQuestion: leaving {FILLER} aside, what are the three words that appear most often in "
-            "the coded text above? Give no explanation."
+            f"{' '.join(entries)}\nQuestion: leaving {FILLER} aside, what are the three words that appear most often "
+            "in the coded text above? Give no explanation."
         )
 
     prefix = " Answer: the three words that appear most often in the coded text are:"
