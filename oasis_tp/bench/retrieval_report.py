@@ -1,6 +1,7 @@
 """What retrieval answers say: scores beside dense on the same samples, tables, and figures."""
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -137,7 +138,7 @@ def format_report(rows: list[dict[str, Any]], made_with: dict[str, Any], figures
     ]
     lines += flipped or ["None."]
     lines += ["", *(f"![{path.stem}]({path.name})" for path in figures)]
-    return "\n".join(lines).rstrip() + "\n"
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
 
 
 def _weak_tasks(rows: list[dict[str, Any]]) -> list[str]:
