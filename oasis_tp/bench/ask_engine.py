@@ -7,7 +7,7 @@ import torch
 from oasis_tp.bench.answers import Answer, Mode
 from oasis_tp.bench.samples import Sample
 from oasis_tp.config import HotFactor
-from oasis_tp.llm import LLM
+from oasis_tp.llm import LLM, Completion
 from oasis_tp.models.tokenizer import Tokenizer
 from oasis_tp.request import SamplingParams
 
@@ -32,12 +32,14 @@ def ask_engine(
     record: Callable[[Answer], None],
     *,
     hot_factor: HotFactor,
+    batch: int,
     stop_when_found: bool,
 ) -> None:
     """Answer every pending sample and mode greedily; `record` gets each answer at once. Every rank makes the same call.
 
     Args:
         pending: what is to be asked, [samples, modes] bool; rank 0's counts.
+        batch: most modes that answer a sample at the same time.
         stop_when_found: end the answer of a sample with one reference where the reference is complete. Its score is
             the same; what would have followed is not generated.
     """
@@ -55,16 +57,21 @@ def ask_engine(
         answered: set[Mode] = set()
         try:
             with llm.hold(sample.prompt) as held:
-                for mode in chosen:
-                    completion = llm.generate_from(held, sampling, sparsity=mode.sparsity(hot_factor)).outputs[0]
-                    answered.add(mode)
-                    if completion.error is not None:
-                        record(Answer.failed(sample, mode, completion.error))
-                        continue
-                    # A stop string is cut from the text, not from the tokens.
-                    text = llm.tokenizer.decode(completion.token_ids) if stop else completion.text
-                    record(Answer.to(sample, mode, text, completion.kv))
+                for start in range(0, len(chosen), batch):
+                    part = chosen[start : start + batch]
+                    outputs = llm.generate_from_each(held, sampling, [mode.sparsity(hot_factor) for mode in part])
+                    for mode, output in zip(part, outputs, strict=True):
+                        answered.add(mode)
+                        record(_answer(llm, sample, mode, output.outputs[0], is_cut=bool(stop)))
         except ValueError as error:  # what the engine refuses, alike on every rank
             for mode in chosen:
                 if mode not in answered:
                     record(Answer.failed(sample, mode, str(error)))
+
+
+def _answer(llm: LLM, sample: Sample, mode: Mode, completion: Completion, *, is_cut: bool) -> Answer:
+    if completion.error is not None:
+        return Answer.failed(sample, mode, completion.error)
+    # A stop string is cut from the text, not from the tokens.
+    text = llm.tokenizer.decode(completion.token_ids) if is_cut else completion.text
+    return Answer.to(sample, mode, text, completion.kv)

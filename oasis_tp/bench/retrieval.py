@@ -77,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stop-when-found", action="store_true",
         help="end an answer where its only reference is complete: the same scores, sooner",
     )  # fmt: skip
+    group.add_argument("--batch", type=int, default=4, help="modes that answer a sample at once (default: 4)")
     group.add_argument("--base-url", help="ask this OpenAI endpoint, such as http://localhost:8000")
     group.add_argument("--served-model", help="the endpoint's name of the model (default: the first that it lists)")
     group.add_argument("--concurrency", type=int, default=4, help="requests at once with --base-url (default: 4)")
@@ -123,7 +124,7 @@ def _file_line(arg_line: str) -> list[str]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for option, least in (("num_samples", 1), ("lengths", 64), ("budgets", 16), ("concurrency", 1)):
+    for option, least in (("num_samples", 1), ("lengths", 64), ("budgets", 16), ("batch", 1), ("concurrency", 1)):
         value = getattr(args, option)
         if min(value if isinstance(value, list) else [value]) < least:
             raise ValueError(f"--{option.replace('_', '-')} {value}: at least {least}")
@@ -191,7 +192,7 @@ def _run_engine(args: argparse.Namespace, samples: list[Sample]) -> tuple[dict[s
         extra_sketches=args.sketches if sparse else (),
         revision=args.revision,
         max_model_len=min(window, longest),
-        max_num_seqs=2,  # the held prompt's blocks and those of one fork
+        max_num_seqs=1 + args.batch,  # the held prompt's blocks and the forks'
         **options,
     )
     dtype = str(llm.engine.runner.model.dtype).removeprefix("torch.")
@@ -216,6 +217,7 @@ def _run_engine(args: argparse.Namespace, samples: list[Sample]) -> tuple[dict[s
             pending,
             file.append if file is not None else lambda answer: None,
             hot_factor=args.hot_factor,
+            batch=args.batch,
             stop_when_found=args.stop_when_found,
         )
     finally:

@@ -74,18 +74,21 @@ def test_a_report_again_needs_no_model(answered: Path, capsys: pytest.CaptureFix
 def test_an_interrupted_run_goes_on_where_it_was(
     model: str, samples: Path, answered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = ["retrieval", "--model", model, "--samples", str(samples), *MODES, "--out", str(tmp_path)]
-    asked: list[int] = []
-    generate_from = LLM.generate_from
+    command = ["retrieval", "--model", model, "--samples", str(samples), *MODES, "--batch", "2", "--out", str(tmp_path)]
+    asked: list[int] = []  # how many at once
+    generate_from_each = LLM.generate_from_each
 
-    def count(self: LLM, held: Any, *args: Any, **options: Any) -> Any:
-        if len(asked) == 6:
+    def interrupted(self: LLM, held: Any, sampling: Any, sparsities: Any) -> Any:
+        if len(asked) == 3:
             raise KeyboardInterrupt
-        asked.append(held.request_id)
-        return generate_from(self, held, *args, **options)
+        return counted(self, held, sampling, sparsities)
+
+    def counted(self: LLM, held: Any, sampling: Any, sparsities: Any) -> Any:
+        asked.append(len(sparsities))
+        return generate_from_each(self, held, sampling, sparsities)
 
     with monkeypatch.context() as patch:
-        patch.setattr(LLM, "generate_from", count)
+        patch.setattr(LLM, "generate_from_each", interrupted)
         with pytest.raises(KeyboardInterrupt):
             main(command)
     path = tmp_path / "answers.jsonl"
@@ -99,11 +102,9 @@ def test_an_interrupted_run_goes_on_where_it_was(
         return hold(self, prompt)
 
     monkeypatch.setattr(LLM, "hold", count_holds)
-    monkeypatch.setattr(
-        LLM, "generate_from", lambda *args, **options: (asked.append(0), generate_from(*args, **options))[1]
-    )
+    monkeypatch.setattr(LLM, "generate_from_each", counted)
     assert main(command) == 0
-    assert len(asked) == 6 + 16 - 5, "five answers were whole"
+    assert asked == [2, 2, 2, 2, 1, 2, 2, 2, 2], "five answers were whole"
     assert len(prefills) == 3, "the first sample was done"
     assert texts(tmp_path) == texts(answered)
 
@@ -210,13 +211,13 @@ def test_the_server_answers_as_the_engine_in_process_does(
         (["--tasks", "qa"], "task qa needs --qa-file"),
         (["--samples", "none.jsonl"], "none.jsonl: No such file"),
         (["--report-only"], "answers.jsonl: No such file"),
-        (["--lengths", "200"], "--lengths 200, task niah_single_1 (128 to answer): at least"),
+        (["--lengths", "70"], "--lengths 70, task passkey (16 to answer): at least"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(
     model: str, options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["retrieval", "--model", model, "--out", str(tmp_path / "out"), *options]) == 2
+    assert main(["retrieval", "--model", model, "--tasks", "passkey", "--out", str(tmp_path / "out"), *options]) == 2
     assert said in capsys.readouterr().err
 
 
