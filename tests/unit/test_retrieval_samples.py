@@ -1,5 +1,6 @@
 """The file of samples, scoring, and the file of answers."""
 
+import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from oasis_tp.bench import retrieval
 from oasis_tp.bench.answers import Answer, AnswerFile, Mode, make_modes, read_answers
 from oasis_tp.bench.samples import Sample, read_samples, write_samples
 from oasis_tp.bench.scoring import score
@@ -214,3 +216,13 @@ def test_answers_made_otherwise_are_not_mixed(tmp_path: Path) -> None:
         read_answers(tmp_path / "none")
     with pytest.raises(ValueError, match="Is a directory"):
         AnswerFile(tmp_path, MADE)
+
+
+@pytest.mark.parametrize("preset", sorted((Path(__file__).parents[2] / "configs").glob("retrieval-*.args")))
+def test_presets_are_command_lines(preset: Path) -> None:
+    parser = argparse.ArgumentParser()
+    retrieval.add_arguments(parser)
+    args = parser.parse_args([f"@{preset}", "--seed", "7"])
+    assert args.seed == 7 and len(args.tasks) >= 6 and not args.samples
+    num_samples = len(args.tasks) * len(args.lengths) * args.num_samples
+    assert {"retrieval-quick": 24, "retrieval-smollm2": 224, "retrieval-8b": 22_000}[preset.stem] == num_samples

@@ -1,6 +1,7 @@
 """The largest prompt that fits, counted by the model's own tokenizer."""
 
 from collections.abc import Callable
+from itertools import count as count_up
 
 from oasis_tp.bench.haystack import Tokenizer
 
@@ -19,23 +20,24 @@ def largest_fit(tokenizer: Tokenizer, num_tokens: int, prompt: Callable[[int], s
     def count(size: int) -> int:
         return len(tokenizer.encode(prompt(size)))
 
-    fitting = count(smallest)
+    low, fitting = smallest, count(smallest)
     if fitting > num_tokens:
         raise ValueError(f"at least {fitting} prompt tokens are needed, and {num_tokens} are allowed")
-    # `low` fits, `high` does not; the first guesses come from how many tokens a size adds.
-    low, high = smallest, smallest + num_tokens - fitting + 1
-    step = 16
-    while low + step < high:
-        num = count(low + step)
-        if num > num_tokens:
-            high = low + step
+    # `low` fits, `high` does not. Prompts grow evenly, so that a straight line through both is a good guess, and a
+    # long prompt is encoded only a few times; every third guess is the middle, for those that do not.
+    high, too_many = smallest + num_tokens - fitting + 1, 0
+    guess = low + 16
+    for turn in count_up(1):
+        if high - low == 1:
             break
-        low, fitting, step = low + step, num, 2 * step
-    while high - low > 1:
-        middle = (low + high) // 2
-        num = count(middle)
+        guess = min(max(guess, low + 1), high - 1)
+        num = count(guess)
         if num <= num_tokens:
-            low, fitting = middle, num
+            slope = (num - fitting) / (guess - low)
+            low, fitting = guess, num
         else:
-            high = middle
+            high, too_many = guess, num
+        if too_many:
+            slope = (too_many - fitting) / (high - low)
+        guess = (low + high) // 2 if too_many and turn % 3 == 0 else low + int((num_tokens - fitting) / max(1.0, slope))
     return low, fitting
