@@ -1,8 +1,9 @@
 """The file of samples, scoring, and the file of answers."""
 
 import argparse
+import importlib.util
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from oasis_tp.bench.answers import Answer, AnswerFile, Mode, make_modes, read_an
 from oasis_tp.bench.samples import Sample, read_samples, write_samples
 from oasis_tp.bench.scoring import score
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 DENSE = Mode(mode="dense")
 SPARSE = Mode(mode="resolve", sketch="2bit", budget=256, tail=True)
 RULER = {"index": 3, "input": "Find it.", "outputs": ["1234567"], "length": 200, "answer_prefix": " It is"}
@@ -218,7 +220,7 @@ def test_answers_made_otherwise_are_not_mixed(tmp_path: Path) -> None:
         AnswerFile(tmp_path, MADE)
 
 
-@pytest.mark.parametrize("preset", sorted((Path(__file__).parents[2] / "configs").glob("retrieval-*.args")))
+@pytest.mark.parametrize("preset", sorted(CONFIGS.glob("retrieval-*.args")))
 def test_presets_are_command_lines(preset: Path) -> None:
     parser = argparse.ArgumentParser()
     retrieval.add_arguments(parser)
@@ -226,3 +228,13 @@ def test_presets_are_command_lines(preset: Path) -> None:
     assert args.seed == 7 and len(args.tasks) >= 6 and not args.samples
     num_samples = len(args.tasks) * len(args.lengths) * args.num_samples
     assert {"retrieval-quick": 24, "retrieval-smollm2": 224, "retrieval-8b": 22_000}[preset.stem] == num_samples
+
+
+def test_lm_eval_sees_the_same_prompt_and_score() -> None:
+    spec = importlib.util.spec_from_file_location("retrieval_task", CONFIGS / "lm_eval" / "retrieval_task.py")
+    assert spec is not None and spec.loader is not None
+    task = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(task)
+    doc = json.loads(json.dumps(asdict(a_sample(answer_prefix=" It is"))))
+    assert task.prompt(doc) == "Where is Ü? It is"
+    assert task.score(doc, ["alpha"]) == {"score": 50.0}
