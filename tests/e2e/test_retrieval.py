@@ -151,12 +151,17 @@ def on_rank(rank: int, command: list[str]) -> None:
 
 
 def test_two_ranks_answer_as_one_does(model: str, samples: Path, answered: Path, tmp_path: Path) -> None:
-    few, out = tmp_path / "few.jsonl", tmp_path / "out"
+    """Rank 0 alone has the answers of before, and says what is left to ask."""
+    few, out = tmp_path / samples.name, tmp_path / "out"
+    out.mkdir()
+    head, *before = (answered / "answers.jsonl").read_text().splitlines()
+    before = [line for line in before if '"passkey"' in line][:1]
+    (out / "answers.jsonl").write_text("\n".join([head, *before, ""]))
     few.write_text("\n".join(line for line in samples.read_text().splitlines() if '"passkey"' in line))
     modes = ["--modes", "dense", "resolve", "--budgets", "64"]
     command = ["retrieval", "--model", model, "--samples", str(few), *modes, "--out", str(out)]
     run_on_ranks(2, tmp_path / "store", on_rank, command)
-    assert len(texts(out)) == 2 * 2
+    assert len((out / "answers.jsonl").read_text().splitlines()) == 1 + len(texts(out)) == 1 + 2 * 2
     assert texts(out).items() <= texts(answered).items()
 
 
