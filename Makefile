@@ -46,7 +46,7 @@ bench: $(STAMP) ## a measurement: BENCH=sketch MODEL=smollm2 ARGS=...
 bench-retrieval: $(STAMP) ## long-context answers, sparse beside dense: 24 samples, minutes on two cores
 	$(BIN)/python -m oasis_tp.bench retrieval @configs/retrieval-quick.args --model $(MODEL) $(ARGS)
 
-measure-retrieval: $(STAMP) ## the same at length: 224 samples, hours; goes on where it was interrupted
+measure-retrieval: $(STAMP) ## the same at length: 320 samples, hours; goes on where it was interrupted
 	$(BIN)/python -m oasis_tp.bench retrieval @configs/retrieval-smollm2.args $(ARGS)
 
 clean: ## remove .venv and what tools left behind

@@ -16,6 +16,8 @@ POOLED = "all"
 """The name of the row over all pooled tasks and lengths."""
 PROMISES = {512: 1.0, 256: 2.0}
 """Budget -> points that resolve with 2-bit sketches and tail estimate may lose to dense, with two standard errors."""
+MIN_SAMPLES = 200
+"""With fewer pooled samples the standard error is so large that any loss would pass: nothing is shown."""
 DEPTH_BINS = 10
 
 
@@ -102,12 +104,15 @@ def promises(rows: list[dict[str, Any]]) -> list[tuple[bool, str]]:
         if row["task"] != POOLED or row["sketch"] != "2bit" or not row["tail"] or allowed is None or row["se"] is None:
             continue
         bound = row["diff_to_dense"] + 2 * row["se"]
-        held = bound >= -allowed
+        held = bound >= -allowed and row["n"] >= MIN_SAMPLES
+        verdict = "held" if held else "NOT HELD"
+        if row["n"] < MIN_SAMPLES:
+            verdict = f"NOT SHOWN, {row['n']} samples of the {MIN_SAMPLES} that it takes"
         found.append(
             (
                 held,
                 f"2bit + tail at budget {row['budget']}: d = {row['diff_to_dense']:+.2f}, se = {row['se']:.2f}, "
-                f"d + 2 se = {bound:+.2f}, promised ≥ {-allowed:.1f}: {'held' if held else 'NOT HELD'}",
+                f"d + 2 se = {bound:+.2f}, promised ≥ {-allowed:.1f}: {verdict}",
             )
         )
     return found

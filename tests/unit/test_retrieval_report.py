@@ -99,6 +99,12 @@ def test_a_promise_is_held_or_not(lost_of_200: int, mode: Mode, held: bool) -> N
     assert ("NOT HELD" in text) != held and text in report.format_report(rows, {})
 
 
+def test_few_samples_show_nothing() -> None:
+    rows = report.summarise(answers_of("vt", 1000, {DENSE: [1.0] * 199, AT_512: [0.0] + [1.0] * 198}))
+    ((held, text),) = report.promises(rows)
+    assert not held and text.endswith("NOT SHOWN, 199 samples of the 200 that it takes")
+
+
 def test_depth_map() -> None:
     answers = answers_of("needle", 1000, {DENSE: [1, 0, 0.5, 1]}) + answers_of("vt", 1000, {DENSE: [1]})
     cells = report.depth_map(answers, [1000, 2000])
