@@ -1,6 +1,7 @@
 """Retrieval tasks that are generated anew, at a length counted by the model's own tokenizer, the same for a seed."""
 
 import random
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from oasis_tp.bench.haystack import Tokenizer, prose
 from oasis_tp.bench.samples import TASK_SPECS, Sample
 from oasis_tp.bench.tasks import niah
 from oasis_tp.bench.tasks.draft import Ask, Generator, Question, sentences
+from oasis_tp.bench.tasks.hide import depth_of
 from oasis_tp.bench.tasks.lookup import kv_retrieval, passkey
 from oasis_tp.bench.tasks.mrcr import mrcr
 from oasis_tp.bench.tasks.qa import qa, read_questions
@@ -75,6 +77,8 @@ def make_sample(
         num_tokens=length - spec.tokens_to_generate,
         rng=random.Random(f"{seed}/{task}/{length}/{index}"),
         index=index,
+        # Each task and length begins elsewhere, so that a few samples of each lie at many depths together.
+        depth=depth_of(index + zlib.crc32(f"{task}/{length}".encode())),
         haystack=haystack,
         questions=questions,
     )

@@ -30,7 +30,9 @@ class Ask:
     num_tokens: int
     rng: random.Random
     index: int
-    """Number of the sample within its task and length; spreads depths evenly."""
+    """Number of the sample within its task and length."""
+    depth: float
+    """Where the (first) needle is to stand, one of DEPTHS."""
     haystack: tuple[str, ...] = ()
     """Sentences of the prose; joined without a separator they are the text."""
     questions: "tuple[Question, ...]" = ()

@@ -5,7 +5,7 @@ DEPTHS = tuple(index / 39 for index in range(40))
 
 
 def depth_of(index: int) -> float:
-    """The depth of sample `index`: one of DEPTHS, all of them in 40 samples, any few samples far apart."""
+    """The `index`-th depth of a fixed order: all of DEPTHS in 40 of them, any few in a row far apart."""
     return DEPTHS[(17 * index + 20) % len(DEPTHS)]
 
 

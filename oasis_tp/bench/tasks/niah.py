@@ -8,7 +8,7 @@ from typing import Literal
 from oasis_tp.bench.haystack import NOISE
 from oasis_tp.bench.tasks.draft import Ask, Draft, distinct, number, uuid_text, word_key
 from oasis_tp.bench.tasks.fit import largest_fit
-from oasis_tp.bench.tasks.hide import DEPTHS, depth_of, hide
+from oasis_tp.bench.tasks.hide import DEPTHS, hide
 
 Kind = Literal["words", "uuids"]
 Hay = Literal["noise", "prose", "needles"]
@@ -36,8 +36,8 @@ class Niah:
             for value in values[index * self.num_values : (index + 1) * self.num_values]
         ]
         outputs = tuple(values[: self.asked * self.num_values])
-        # The first needle is (one of) the asked: its depth follows the sample's number, the others' are drawn.
-        first = depth_of(ask.index)
+        # The first needle is (one of) the asked: its depth is given, the others' are drawn.
+        first = ask.depth
         others = rng.sample([depth for depth in DEPTHS if depth != first], len(needles) - 1)
         placed = list(zip([first, *others], needles, strict=True))
         hay = self._haystack(ask, set(keys))
