@@ -10,10 +10,10 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help venv demo serve test lint bench clean
+.PHONY: help venv demo serve test lint bench bench-retrieval measure-retrieval clean
 
 help: ## show this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
 
 venv: $(STAMP) ## make .venv with everything in it (the other targets do it too)
 
@@ -42,6 +42,12 @@ lint: $(STAMP) ## ruff and mypy
 
 bench: $(STAMP) ## a measurement: BENCH=sketch MODEL=smollm2 ARGS=...
 	$(BIN)/python -m oasis_tp.bench $(BENCH) --model $(MODEL) $(ARGS)
+
+bench-retrieval: $(STAMP) ## long-context answers, sparse beside dense: 24 samples, minutes on two cores
+	$(BIN)/python -m oasis_tp.bench retrieval @configs/retrieval-quick.args --model $(MODEL) $(ARGS)
+
+measure-retrieval: $(STAMP) ## the same at length: 320 samples, hours; goes on where it was interrupted
+	$(BIN)/python -m oasis_tp.bench retrieval @configs/retrieval-smollm2.args $(ARGS)
 
 clean: ## remove .venv and what tools left behind
 	rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -118,6 +118,42 @@ inline float dot(const float* a, const float* b, int64_t n) {
   return sum;
 }
 
+// Eight floats at any address. The inner loops are unrolled over a head's N of them; N = 0 takes any head_dim.
+typedef float Eight __attribute__((vector_size(32), aligned(4)));
+
+inline const Eight& eight(const float* x) { return *reinterpret_cast<const Eight*>(x); }
+inline Eight& eight(float* x) { return *reinterpret_cast<Eight*>(x); }
+
+inline float sum_of(const Eight& x) { return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7])); }
+
+// logits[g * stride + t] = q[g]·keys[t]
+template <int N>
+void score_tokens(const float* q, const float* keys, int64_t tokens, int64_t group, int64_t, float* logits,
+                  int64_t stride) {
+  for (int64_t t = 0; t < tokens; ++t) {
+    Eight key[N];
+    for (int i = 0; i < N; ++i) key[i] = eight(keys + (t * N + i) * 8);
+    for (int64_t g = 0; g < group; ++g) {
+      Eight sum = key[0] * eight(q + g * N * 8);
+      for (int i = 1; i < N; ++i) sum += key[i] * eight(q + (g * N + i) * 8);
+      logits[g * stride + t] = sum_of(sum);
+    }
+  }
+}
+
+// out[g] += sum of weights[g * stride + t] * values[t]
+template <int N>
+void add_values(const float* weights, int64_t stride, const float* values, int64_t tokens, int64_t group, int64_t,
+                float* out) {
+  for (int64_t g = 0; g < group; ++g) {
+    Eight sum[N];
+    for (int i = 0; i < N; ++i) sum[i] = eight(out + (g * N + i) * 8);
+    for (int64_t t = 0; t < tokens; ++t)
+      for (int i = 0; i < N; ++i) sum[i] += weights[g * stride + t] * eight(values + (t * N + i) * 8);
+    for (int i = 0; i < N; ++i) eight(out + (g * N + i) * 8) = sum[i];
+  }
+}
+
 float max_of(const float* x, int64_t n) {
   float best = kMinusInfinity;
 #pragma omp simd reduction(max : best)
@@ -147,6 +183,44 @@ float log_sum_exp(const float* x, int64_t n) {
 // Queries are taken four at a time: a table entry then is one vector load, whatever the group's size.
 constexpr int64_t kLanes = 4;
 typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));
+
+template <>
+void score_tokens<0>(const float* q, const float* keys, int64_t tokens, int64_t group, int64_t dim, float* logits,
+                     int64_t stride) {
+  for (int64_t t = 0; t < tokens; ++t)
+    for (int64_t g = 0; g < group; ++g) logits[g * stride + t] = dot(q + g * dim, keys + t * dim, dim);
+}
+
+template <>
+void add_values<0>(const float* weights, int64_t stride, const float* values, int64_t tokens, int64_t group, int64_t dim,
+                   float* out) {
+  for (int64_t t = 0; t < tokens; ++t)
+    for (int64_t g = 0; g < group; ++g) {
+      const float weight = weights[g * stride + t];
+      float* sum = out + g * dim;
+#pragma omp simd
+      for (int64_t d = 0; d < dim; ++d) sum[d] += weight * values[t * dim + d];
+    }
+}
+
+struct BlockLoops {
+  decltype(&score_tokens<0>) score_tokens;
+  decltype(&add_values<0>) add_values;
+};
+
+template <int N>
+constexpr BlockLoops kLoops = {score_tokens<N>, add_values<N>};
+
+BlockLoops loops_for(int64_t head_dim) {
+  switch (head_dim) {
+    case 64: return kLoops<8>;
+    case 80: return kLoops<10>;
+    case 96: return kLoops<12>;
+    case 128: return kLoops<16>;
+    case 256: return kLoops<32>;
+  }
+  return kLoops<0>;
+}
 
 struct Scratch {
   std::vector<float> query, rotated, estimate, score, logits, mean, token;
@@ -315,13 +389,14 @@ void attend(const Layer& layer, const Row& row, const SketchLayer* sketch, const
   const int64_t* chosen = work.chosen + pair * work.max_chosen;
   const int64_t* chosen_end = chosen + work.num_chosen[pair];
   float* coarse = work.coarse + pair * group * work.max_candidates;
+  const BlockLoops loops = loops_for(dim);
   s.logits.resize(group * length);
   for (int64_t i = 0; i < count; ++i) {
     const int64_t begin = i * tokens, here = std::min(tokens, length - begin);
     const float* keys = pages[i] < 0 ? nullptr : layer.pool + (pages[i] * layer.num_heads + head) * size;
-    for (int64_t t = 0; t < here; ++t)
-      for (int64_t g = 0; g < group; ++g)
-        s.logits[g * length + begin + t] = keys ? dot(q + g * dim, keys + t * dim, dim) : kMinusInfinity;
+    if (keys != nullptr) loops.score_tokens(q, keys, here, group, dim, s.logits.data() + begin, length);
+    else
+      for (int64_t g = 0; g < group; ++g) std::fill_n(s.logits.data() + g * length + begin, here, kMinusInfinity);
   }
   const bool has_tail = sketch != nullptr && sketch->kind != kMinMax;
   double missed = 0;
@@ -345,13 +420,7 @@ void attend(const Layer& layer, const Row& row, const SketchLayer* sketch, const
     const int64_t begin = i * tokens, here = std::min(tokens, length - begin);
     if (pages[i] < 0) continue;
     const float* values = layer.pool + (pages[i] * layer.num_heads + head) * size + tokens * dim;
-    for (int64_t t = 0; t < here; ++t)
-      for (int64_t g = 0; g < group; ++g) {
-        const float weight = s.logits[g * length + begin + t];
-        float* sum = out + g * dim;
-#pragma omp simd
-        for (int64_t d = 0; d < dim; ++d) sum[d] += weight * values[t * dim + d];
-      }
+    loops.add_values(s.logits.data() + begin, length, values, here, group, dim, out);
   }
   if (has_tail && row.use_tail) {
     const int64_t* next = chosen;
@@ -396,14 +465,19 @@ int64_t oasis_select(const Layer* layer, int64_t layer_index, const Row* rows, i
                      const Work* work, int64_t num_threads) {
   const int64_t heads = layer->num_heads, pairs = num_rows * heads, width = layer->group * layer->head_dim;
   std::vector<int64_t> fetched(pairs);
+  std::vector<int64_t> requests;  // first row of each: rows of one request share its tables and go in turn
+  for (int64_t r = 0; r < num_rows; ++r)
+    if (r == 0 || rows[r].table_row != rows[r - 1].table_row) requests.push_back(r);
+  requests.push_back(num_rows);
   std::vector<std::pair<int64_t, int64_t>> wanted(pairs * work->max_blocks);  // [pair, …]: host block, page
 #pragma omp parallel num_threads(num_threads)
   {
     Scratch s;
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t pair = 0; pair < pairs; ++pair) {
-      const Row& row = rows[pair / heads];
-      const int64_t head = pair % heads, open = row.position / layer->block_size;
+    for (int64_t item = 0; item < int64_t(requests.size() - 1) * heads; ++item)
+      for (int64_t r = requests[item / heads]; r < requests[item / heads + 1]; ++r) {
+      const Row& row = rows[r];
+      const int64_t head = item % heads, pair = r * heads + head, open = row.position / layer->block_size;
       s.order.clear();
       s.blocks.clear();
       if (const SketchLayer* sketch = sketch_of(row, layer_index)) {

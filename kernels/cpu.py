@@ -106,7 +106,7 @@ def load(cache_dir: Path) -> ctypes.CDLL | None:
     """The compiled library; built into `cache_dir` on first use. None where there is no C++ compiler.
 
     Raises:
-        RuntimeError: there is a compiler and it fails; its own words are in the message.
+        ValueError: there is a compiler and it fails; its own words are in the message.
     """
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
@@ -119,7 +119,9 @@ def load(cache_dir: Path) -> ctypes.CDLL | None:
             fresh = Path(scratch) / "cpu.so"
             run = subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(fresh)], capture_output=True, text=True)
             if run.returncode != 0:
-                raise RuntimeError(f"{compiler} cannot build {SOURCE.name}: {run.stderr.strip()[-2000:]}")
+                raise ValueError(
+                    f"{compiler} cannot build {SOURCE.name} (CXX names another one): {run.stderr.strip()[-2000:]}"
+                )
             fresh.replace(library)  # whole or not at all: another rank may be building it too
     loaded = ctypes.CDLL(str(library))
     loaded.oasis_select.restype = ctypes.c_int64

@@ -85,6 +85,25 @@ class SparsityConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SpeculationConfig:
+    """Tokens drafted ahead and verified together. They never change an answer."""
+
+    spec_method: Literal["none", "ngram"] = "none"
+    """Who drafts. `ngram`: what followed the same words earlier in the prompt or the answer (prompt lookup)."""
+    spec_tokens: int = 4
+    """Most tokens drafted per step. A request that is longer than its hot set verifies at most hot_factor - 1."""
+    prompt_lookup_max: int = 4
+    """ngram: longest run of last tokens that is looked up first."""
+    prompt_lookup_min: int = 2
+    """ngram: shortest run of last tokens that counts as a match."""
+
+    @property
+    def num_drafts(self) -> int:
+        """Rows a step may add to a request's committed one."""
+        return 0 if self.spec_method == "none" else self.spec_tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BatchingConfig:
     """How many requests and tokens share a step."""
 
@@ -128,5 +147,6 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     sparsity: SparsityConfig = field(default_factory=SparsityConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     server: ServerConfig = field(default_factory=ServerConfig)

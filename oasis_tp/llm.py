@@ -110,7 +110,7 @@ class LLM:
         spec = RequestSpec(
             request_id=held.request_id, prompt_ids=held.prompt_token_ids, sampling=SamplingParams(), hold=True
         )
-        self.engine.submit(spec)
+        self.engine.submit(spec, limit_queue=False)
         self.engine.step()
         while self.engine.has_work:
             self.engine.step()
@@ -128,15 +128,27 @@ class LLM:
         """Answer a held prompt without computing it again."""
         return self._run([(list(held.prompt_token_ids), held.request_id)], sampling or SamplingParams(), sparsity)[0]
 
+    def generate_from_each(
+        self, held: HeldPrompt, sampling: SamplingParams, sparsities: Sequence[SparsityConfig]
+    ) -> list[RequestOutput]:
+        """Answer a held prompt once with each of these sparsities, batched; in the order given."""
+        forks: list[tuple[list[int], int | None]] = [(list(held.prompt_token_ids), held.request_id)] * len(sparsities)
+        return self._run(forks, sampling, sparsities)
+
     def close(self) -> None:
         """Leave the group of ranks."""
         self.engine.tp.close()
 
     def _run(
-        self, prompts: list[tuple[list[int], int | None]], sampling: SamplingParams, sparsity: SparsityConfig | None
+        self,
+        prompts: list[tuple[list[int], int | None]],
+        sampling: SamplingParams,
+        sparsity: SparsityConfig | Sequence[SparsityConfig] | None,
     ) -> list[RequestOutput]:
+        """`sparsity`: for all prompts, or one for each."""
         outputs, specs = [], []
-        for ids, held in prompts:
+        each = list(sparsity) if isinstance(sparsity, Sequence) else [sparsity] * len(prompts)
+        for (ids, held), own_sparsity in zip(prompts, each, strict=True):
             output = RequestOutput(ids, [])
             first = None
             for index in range(sampling.n):
@@ -147,7 +159,7 @@ class LLM:
                     seed = (seed + index + 2**63) % 2**64 - 2**63  # stays a signed 64-bit number
                 own = replace(sampling, n=1, seed=seed)
                 spec = RequestSpec(
-                    request_id=request_id, prompt_ids=tuple(ids), sampling=own, sparsity=sparsity, fork_of=parent
+                    request_id=request_id, prompt_ids=tuple(ids), sampling=own, sparsity=own_sparsity, fork_of=parent
                 )
                 first = request_id if first is None else first
                 specs.append(spec)
@@ -157,7 +169,7 @@ class LLM:
             outputs.append(output)
         try:
             for spec in specs:
-                self.engine.submit(spec)
+                self.engine.submit(spec, limit_queue=False)
         except BaseException:
             for spec in specs:
                 self.engine.abort(spec.request_id)

@@ -110,6 +110,10 @@ class KvStats:
     """Estimated attention mass outside the attended set, mean over rows, layers and heads; None for minmax."""
     attended_share: float
     """Attended tokens over context tokens, mean over decoded rows."""
+    draft_tokens: int = 0
+    """Drafted tokens that were verified."""
+    accepted_tokens: int = 0
+    """Those of them that were right."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,6 +151,8 @@ class Request:
     sparsity: SparsityConfig
     output_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     row: int = -1
     pages: list[int] = field(default_factory=list)
     host_blocks: list[int] = field(default_factory=list)

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import fields
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from oasis_tp.config import Config, SparsityConfig
 
@@ -30,6 +32,7 @@ def validate(config: Config) -> None:
     Raises:
         ValueError: a value outside its range; names the option, the value and what is allowed.
     """
+    _check_literals(config)
     model, parallel, memory, batching = config.model, config.parallel, config.memory, config.batching
     _check("--model", model.model, bool(model.model), "a path, a Hugging Face id or smollm2")
     length = model.max_model_len
@@ -44,7 +47,14 @@ def validate(config: Config) -> None:
     device_gib, host_gib = memory.device_kv_gb, memory.host_kv_gb
     _check("--device-kv-gb", device_gib, device_gib is None or 0 < device_gib < math.inf, "a number above 0")
     _check("--host-kv-gb", host_gib, host_gib is None or 0 <= host_gib < math.inf, "a number from 0 (0: no host tier)")
+    speculation = config.speculation
+    _check("--spec-tokens", speculation.spec_tokens, 1 <= speculation.spec_tokens <= 16, "1 to 16")
+    smallest, largest = speculation.prompt_lookup_min, speculation.prompt_lookup_max
+    _check("--prompt-lookup-min", smallest, 1 <= smallest <= largest, f"1 to --prompt-lookup-max ({largest})")
     validate_sparsity(config.sparsity, memory.block_size, lambda name: "--" + name.replace("_", "-"))
+    if speculation.num_drafts:
+        least, recent = speculation.num_drafts + memory.block_size, config.sparsity.recent_tokens
+        _check("--recent-tokens", recent, recent >= least, f"with drafts at least {least}: a block and --spec-tokens")
     _check("--max-num-seqs", batching.max_num_seqs, batching.max_num_seqs >= 1, "a whole number from 1")
     smallest = max(memory.block_size, batching.max_num_seqs)
     _check(
@@ -62,9 +72,19 @@ def validate(config: Config) -> None:
         "--watchdog-timeout": (server.watchdog_timeout, 1.0),
         "--sse-keep-alive-interval": (server.sse_keep_alive_interval, 0.0),
     }
-    for option, (seconds, least) in limits.items():
-        _check(option, seconds, least <= seconds < 1e9, f"seconds from {least:.0f}")
+    for option, (seconds, shortest) in limits.items():
+        _check(option, seconds, shortest <= seconds < 1e9, f"seconds from {shortest:.0f}")
     _check("--port", server.port, 0 <= server.port <= 65535, "0 (any free port) to 65535")
+
+
+def _check_literals(config: Config) -> None:
+    """Values that are one of a few: Python callers reach a Config without the command line's own check."""
+    for section in fields(config):
+        values = getattr(config, section.name)
+        for name, hint in get_type_hints(type(values)).items():
+            if get_origin(hint) is Literal:
+                value, allowed = getattr(values, name), get_args(hint)
+                _check("--" + name.replace("_", "-"), value, value in allowed, ", ".join(map(str, allowed)))
 
 
 def _check(option: str, value: object, ok: bool, allowed: str) -> None:

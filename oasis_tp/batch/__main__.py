@@ -5,7 +5,6 @@ import logging
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -28,7 +27,6 @@ PREEMPTED = 75
 """Exit status (EX_TEMPFAIL): told to stop; the same command goes on where this one ended."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """SIGUSR1 too: schedulers send it as a warning before the time limit."""
-ANY_NUMBER = 2**31 - 1
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     config, args = parse_config(argv, PROG, "Answer a file of requests in OpenAI's batch format.", _arguments)
     from oasis_tp.comm import discover_ranks  # torch takes seconds: not before the command line is known to be right
 
-    # A batch has a queue of its own, the file: the engine's is as long as it wants.
-    config = replace(config, batching=replace(config.batching, max_num_queued_reqs=ANY_NUMBER))
     try:
         ranks = discover_ranks()
         rank = ranks.rank

@@ -121,7 +121,7 @@ class BatchJob:
         )
         try:
             for spec in specs:
-                self._engine.submit(spec)
+                self._engine.submit(spec, limit_queue=False)  # the file is the queue
         except ValueError as error:
             for request_id in ids:
                 self._engine.abort(request_id)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 BENCHMARKS = {
     "sketch": "how well each sketch chooses blocks: mass covered, output error",
     "needles": "needles found with each sketch and budget, beside dense attention",
+    "retrieval": "answers to long-context tasks, every mode beside dense attention",
     "decode": "time of a decode step, beside its ceiling and other engines",
 }
 

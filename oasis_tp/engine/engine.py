@@ -48,8 +48,10 @@ class Engine:
         """Join the ranks, load the model, plan memory and print what fits (see engine/startup.py). Collective."""
         return cls(config, start(config, tuple(extra_sketches)))
 
-    def submit(self, spec: RequestSpec) -> None:
+    def submit(self, spec: RequestSpec, *, limit_queue: bool = True) -> None:
         """Queue a request. What rank 0 queues counts; on the other ranks this only checks it.
+
+        `limit_queue` False is for callers that bring all their work at once and wait for it.
 
         Raises:
             ValueError: it could never run; the message is fit for the user.
@@ -70,7 +72,7 @@ class Engine:
                 f"--attention resolve --sketch {wanted.sketch}"
             )
         limit = self.config.batching.max_num_queued_reqs
-        if len(self.scheduler.waiting) + self._inbox.qsize() >= limit:
+        if limit_queue and len(self.scheduler.waiting) + self._inbox.qsize() >= limit:
             raise QueueFullError(f"{limit} requests are waiting (--max-num-queued-reqs); try again later")
         if self.tp.rank == 0:
             self._inbox.put(spec)
@@ -114,13 +116,15 @@ class Engine:
             self._emit(outputs)
             return False
         plan = self.scheduler.plan()
+        num_tokens = 0
         if not plan.is_empty:
             if self.config.parallel.check_ranks:
                 self._compare_plans(plan)
             sampled = self.runner.run(plan, self.scheduler)
             ended = self.scheduler.commit(plan, sampled.token_ids)
             outputs += self._report(plan, sampled, ended)
-        self._count(plan)
+            num_tokens = sum(map(len, sampled.token_ids))
+        self._count(plan, num_tokens)
         self._emit(outputs)
         return True
 
@@ -177,28 +181,32 @@ class Engine:
         kv = {request.request_id: stats for request, stats in zip(ended, stats_of_ended, strict=True)}
         self._stats = replace(
             self._stats,
+            draft_tokens=self._stats.draft_tokens + sum(stats.draft_tokens for stats in stats_of_ended),
+            accepted_tokens=self._stats.accepted_tokens + sum(stats.accepted_tokens for stats in stats_of_ended),
             selected_blocks=self._stats.selected_blocks + sum(stats.selected_blocks for stats in stats_of_ended),
             missed_blocks=self._stats.missed_blocks + sum(stats.missed_blocks for stats in stats_of_ended),
         )
         outputs = []
-        logprobs = sampled.logprobs or [None] * len(sampled.token_ids)
-        for request, token_id, logprob in zip(plan.sampled, sampled.token_ids, logprobs, strict=True):
+        logprobs = sampled.logprobs or [[None] * len(tokens) for tokens in sampled.token_ids]
+        for request, tokens, of_tokens in zip(plan.sampled, sampled.token_ids, logprobs, strict=True):
             reason = request.finish_reason
             if reason is not None:
                 self.runner.sampler.forget(request.request_id)
-            outputs.append(
-                TokenOutput(
-                    request_id=request.request_id,
-                    token_id=token_id if token_id >= 0 else None,
-                    logprobs=logprob,
-                    finish_reason=reason,
-                    kv=kv.get(request.request_id),
-                    error=None if token_id >= 0 else "the model's output for this request was not a finite number",
+            for index, token_id in enumerate(tokens):
+                last = index == len(tokens) - 1
+                outputs.append(
+                    TokenOutput(
+                        request_id=request.request_id,
+                        token_id=token_id if token_id >= 0 else None,
+                        logprobs=of_tokens[index],
+                        finish_reason=reason if last else None,
+                        kv=kv.get(request.request_id) if last else None,
+                        error=None if token_id >= 0 else "the model's output for this request was not a finite number",
+                    )
                 )
-            )
         return outputs
 
-    def _count(self, plan: StepPlan) -> None:
+    def _count(self, plan: StepPlan, num_tokens: int) -> None:
         scheduler, transfers, before = self.scheduler, self.runner.cache.transfers, self._stats
         self._stats = replace(
             before,
@@ -207,7 +215,7 @@ class Engine:
             kv_pages_used=scheduler.pages.num_pages - scheduler.pages.num_free,
             host_blocks_used=(scheduler.runs.num_runs - scheduler.runs.num_free) * RUN_BLOCKS,
             prompt_tokens=before.prompt_tokens + sum(chunk.stop - chunk.start for chunk in plan.prefill),
-            generation_tokens=before.generation_tokens + len(plan.sampled),
+            generation_tokens=before.generation_tokens + num_tokens,
             host_to_device_bytes=transfers.host_to_device_bytes if transfers else 0,
             device_to_host_bytes=transfers.device_to_host_bytes if transfers else 0,
             steps=before.steps + (not plan.is_empty),

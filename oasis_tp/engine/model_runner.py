@@ -14,6 +14,9 @@ from oasis_tp.models.llama import LlamaModel
 from oasis_tp.nn.attention import causal_mask
 from oasis_tp.request import Request
 
+NO_TOKEN = -2
+"""Fills a request's row of the token broadcast after its last one."""
+
 
 @dataclass(slots=True)
 class PromptEnd:
@@ -54,7 +57,7 @@ class ModelRunner:
     def run(self, plan: StepPlan, scheduler: Scheduler) -> Sampled:
         """One step: released rows go, admitted ones come, forks start, tokens are computed and sampled.
 
-        Returns one token per `plan.sampled`, the same on every rank; logprobs at rank 0 only.
+        Returns tokens for each of `plan.sampled`, the same on every rank; logprobs at rank 0 only.
         """
         for row in plan.released_rows:
             self.states.pop(row, None)
@@ -69,7 +72,7 @@ class ModelRunner:
             return Sampled([], [])
         logits = self._forward(plan) if plan.num_tokens else None
         sampled = self._sample(plan, logits)
-        self._seal(plan)
+        self._seal(plan, sampled)
         return sampled
 
     def stats(self, request: Request) -> RowStats:
@@ -78,10 +81,14 @@ class ModelRunner:
 
     def _forward(self, plan: StepPlan) -> torch.Tensor | None:
         """Logits [rows, vocab] at rank 0: decoded rows, then prompts that end."""
-        states = [self.states[request.row] for request in plan.decode]
-        positions = [request.num_computed for request in plan.decode]
+        states: list[RowState] = []
+        positions: list[int] = []
+        token_ids: list[int] = []
+        for request, drafts in zip(plan.decode, plan.drafts, strict=True):
+            states += [self.states[request.row]] * (1 + len(drafts))
+            positions += range(request.num_computed, request.num_computed + 1 + len(drafts))
+            token_ids += [request.output_ids[-1], *drafts]
         batch = self.cache.prepare(states, positions)
-        token_ids = [request.output_ids[-1] for request in plan.decode]
         segments, ends = [], []
         for chunk in plan.prefill:
             segments.append(self._segment(chunk, len(token_ids)))
@@ -95,7 +102,7 @@ class ModelRunner:
             torch.tensor(positions, device=device),
             lambda layer, q, k, v: self._attend(layer, q, k, v, batch, segments),
         )
-        wanted = torch.tensor([*range(len(plan.decode)), *ends], dtype=torch.int64, device=device)
+        wanted = torch.tensor([*range(plan.num_decode_rows), *ends], dtype=torch.int64, device=device)
         logits = None
         if wanted.numel():
             logits = self.tp.gather_logits(self.model.logits(hidden[wanted]), self.model.vocab_ranges)
@@ -142,7 +149,7 @@ class ModelRunner:
             request, end = segment.chunk.request, segment.end
             assert end is not None
             if logits is not None:
-                end.logits = logits[len(plan.decode) + index].clone()
+                end.logits = logits[plan.num_decode_rows + index].clone()
             if not request.spec.hold:
                 self._begin(request, end, -1)
             if request.request_id in plan.keep_prefix_of:
@@ -155,26 +162,30 @@ class ModelRunner:
     def _sample(self, plan: StepPlan, logits: torch.Tensor | None) -> Sampled:
         """Sample at rank 0, tell everybody."""
         requests = plan.sampled
-        message = torch.empty(len(requests), dtype=torch.int64)
+        drafts = plan.drafts + [()] * (len(requests) - len(plan.decode))
+        message = torch.empty(len(requests), 1 + max(map(len, drafts), default=0), dtype=torch.int64)
         sampled = Sampled([], [])
         if self.tp.rank == 0 and requests:
             holds = [chunk.request.spec.hold for chunk in plan.prefill if chunk.is_last]
-            keep = [*range(len(plan.decode)), *(len(plan.decode) + i for i, hold in enumerate(holds) if not hold)]
+            num_rows = plan.num_decode_rows
+            keep = [*range(num_rows), *(num_rows + i for i, hold in enumerate(holds) if not hold)]
             rows = [] if logits is None else list(logits[keep])
             for start in plan.starts:
                 first_logits = self._prompt_ends[start.parent_id].logits
                 assert first_logits is not None
                 rows.append(first_logits)
-            sampled = self.sampler.sample(torch.stack(rows), requests)
-            message = torch.tensor(sampled.token_ids)
+            sampled = self.sampler.sample(torch.stack(rows), requests, drafts)
+            for row, tokens in zip(message, sampled.token_ids, strict=True):
+                row[:] = torch.tensor(tokens + [NO_TOKEN] * (len(row) - len(tokens)))
         if requests:
             self.tp.broadcast(message)
-        return Sampled(message.tolist(), sampled.logprobs)
+        accepted = [[token for token in row if token != NO_TOKEN] for row in message.tolist()]
+        return Sampled(accepted, sampled.logprobs)
 
-    def _seal(self, plan: StepPlan) -> None:
-        """Seal the blocks that this step's decoded tokens completed."""
+    def _seal(self, plan: StepPlan, sampled: Sampled) -> None:
+        """Seal the blocks that this step's committed tokens completed; rejected drafts complete nothing."""
         block_size = self.cache.layout.block_size
-        for request in plan.decode:
-            block, offset = divmod(request.num_computed, block_size)
-            if offset == block_size - 1:
+        for request, tokens in zip(plan.decode, sampled.token_ids[: len(plan.decode)], strict=True):
+            computed = request.num_computed
+            for block in range(computed // block_size, (computed + len(tokens)) // block_size):
                 self.cache.seal(self.states[request.row], block)

@@ -1,5 +1,7 @@
 """What a request adds to its logits before a token is chosen: bias by token, and penalties for what was said."""
 
+from collections.abc import Sequence
+
 import torch
 
 from oasis_tp.request import Request, SamplingParams
@@ -15,15 +17,17 @@ def changes_logits(sampling: SamplingParams) -> bool:
     )
 
 
-def penalized(logits: torch.Tensor, request: Request) -> torch.Tensor:
+def penalized(logits: torch.Tensor, request: Request, just_said: Sequence[int] = ()) -> torch.Tensor:
     """A request's logits [vocab] with its own changes, as a new tensor.
+
+    `just_said`: tokens of this step that the row follows and that `request.output_ids` does not hold yet.
 
     Repetition (Keskar et al., CTRL, 2019, section 4.1) divides positive and multiplies negative logits of every token
     of prompt and output. Presence and frequency (OpenAI) are subtracted once and per occurrence in the output.
     The bias is added last.
     """
     sampling, changed = request.spec.sampling, logits.clone()
-    said = torch.tensor(request.output_ids, dtype=torch.int64, device=logits.device)
+    said = torch.tensor([*request.output_ids, *just_said], dtype=torch.int64, device=logits.device)
     if sampling.repetition_penalty != 1.0:
         prompt = torch.tensor(request.spec.prompt_ids, dtype=torch.int64, device=logits.device)
         seen = torch.unique(torch.cat([prompt, said]))

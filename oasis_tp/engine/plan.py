@@ -41,15 +41,21 @@ class StepPlan:
     keep_prefix_of: set[int] = field(default_factory=set)
     starts: list[ForkStart] = field(default_factory=list)
     decode: list[Request] = field(default_factory=list)
+    drafts: list[tuple[int, ...]] = field(default_factory=list)
+    """Per decoding request: the tokens to verify in rows after its committed one."""
     prefill: list[PrefillChunk] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decode) + sum(chunk.stop - chunk.start for chunk in self.prefill)
+        return self.num_decode_rows + sum(chunk.stop - chunk.start for chunk in self.prefill)
+
+    @property
+    def num_decode_rows(self) -> int:
+        return len(self.decode) + sum(map(len, self.drafts))
 
     @property
     def sampled(self) -> list[Request]:
-        """Requests that get a token in this step: decoded rows, prompts that end, forks that start, in this order."""
+        """Requests that get tokens in this step, in this order: decoding ones, prompts that end, forks that start."""
         ended = [c.request for c in self.prefill if c.is_last and not c.request.spec.hold]
         return self.decode + ended + [start.request for start in self.starts]
 
@@ -65,6 +71,7 @@ class StepPlan:
             self.dropped_prefixes,
             [(s.request.request_id, s.parent_id) for s in self.starts],
             [(r.request_id, r.num_computed, r.output_ids[-1:]) for r in self.decode],
+            self.drafts,
             [(c.request.request_id, c.start, c.stop) for c in self.prefill],
         )
         return zlib.crc32(repr(facts).encode())

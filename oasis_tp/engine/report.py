@@ -24,6 +24,8 @@ class EngineStats:
     host_blocks_total: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     selected_blocks: int = 0
     missed_blocks: int = 0
     host_to_device_bytes: int = 0
@@ -72,5 +74,7 @@ def _kv_stats(runner: ModelRunner, request: Request, stats: RowStats, totals: li
         missed_blocks=int(missed),
         hit_rate=1.0 - missed / selected if selected else None,
         missed_mass=missed_mass / mass_count if mass_count else None,
+        draft_tokens=request.num_draft_tokens,
+        accepted_tokens=request.num_accepted_tokens,
         attended_share=stats.attended_tokens / stats.context_tokens if stats.context_tokens else 1.0,
     )

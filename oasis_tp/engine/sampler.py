@@ -11,8 +11,10 @@ from oasis_tp.request import Request, SamplingParams, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs | None]
+    """Per request, the tokens it gains in a step and their logprobs (None where not wanted)."""
+
+    token_ids: list[list[int]]
+    logprobs: list[list[TokenLogprobs | None]]
 
 
 class Sampler:
@@ -22,24 +24,44 @@ class Sampler:
         self.seed = seed
         self._generators: dict[int, torch.Generator] = {}
 
-    def sample(self, logits: torch.Tensor, requests: list[Request]) -> Sampled:
-        """logits [n, vocab] fp32, a row per request -> token ids; -1 where a row's logits are not finite numbers."""
+    def sample(
+        self, logits: torch.Tensor, requests: list[Request], drafts: list[tuple[int, ...]] | None = None
+    ) -> Sampled:
+        """One token per request, and one more for each draft that it finds right.
+
+        Args:
+            logits: [n, vocab] fp32: per request a row for its next token, then one for what follows each draft.
+            drafts: per request; none where absent.
+
+        Each row is sampled as it would be without drafts, and the next row counts only if the token is the draft it
+        follows: with drafts that are given and not drawn this is rejection sampling, and the target's distribution
+        (here even its draws) is preserved. -1 where a row's logits are not finite numbers.
+        """
         greedy = logits.argmax(dim=-1).tolist()
         corrupted = (~torch.isfinite(logits).all(dim=-1)).tolist()
-        token_ids, logprobs = [], []
-        for index, request in enumerate(requests):
+        token_ids: list[list[int]] = []
+        logprobs: list[list[TokenLogprobs | None]] = []
+        row = 0
+        for request, own in zip(requests, drafts or [()] * len(requests), strict=True):
             sampling = request.spec.sampling
-            own = changes_logits(sampling) and not corrupted[index]
-            row = penalized(logits[index], request) if own else logits[index]
-            if corrupted[index]:
-                token_id = -1
-            elif sampling.temperature == 0.0:
-                token_id = int(row.argmax()) if own else int(greedy[index])
-            else:
-                token_id = _draw(row, sampling, self._generator(request))
-            token_ids.append(token_id)
-            wanted = sampling.logprobs is not None and token_id >= 0
-            logprobs.append(_logprobs(logits[index], token_id, sampling.logprobs or 0) if wanted else None)
+            token_ids.append([])
+            logprobs.append([])
+            changes = changes_logits(sampling)
+            for index in range(row, row + len(own) + 1):
+                adjusts = changes and not corrupted[index]
+                adjusted = penalized(logits[index], request, token_ids[-1]) if adjusts else logits[index]
+                if corrupted[index]:
+                    token_id = -1
+                elif sampling.temperature == 0.0:
+                    token_id = int(adjusted.argmax()) if adjusts else int(greedy[index])
+                else:
+                    token_id = _draw(adjusted, sampling, self._generator(request))
+                wanted = sampling.logprobs is not None and token_id >= 0
+                token_ids[-1].append(token_id)
+                logprobs[-1].append(_logprobs(logits[index], token_id, sampling.logprobs or 0) if wanted else None)
+                if index - row == len(own) or token_id != own[index - row]:
+                    break
+            row += len(own) + 1
         return Sampled(token_ids, logprobs)
 
     def forget(self, request_id: int) -> None:

@@ -7,7 +7,8 @@ nothing is ever preempted or outgrown and whoever waits at the head gets in as s
 from collections import deque
 from dataclasses import dataclass, replace
 
-from oasis_tp.config import SparsityConfig
+from oasis_tp.config import SparsityConfig, SpeculationConfig
+from oasis_tp.draft.ngram import NgramDrafter
 from oasis_tp.engine.plan import ForkStart, PrefillChunk, StepPlan
 from oasis_tp.kv.blocks import PagePool, RunPool, blocks_of, runs_for
 from oasis_tp.kv.layout import RUN_BLOCKS, SelectionLayout, ceil_div
@@ -29,6 +30,7 @@ class SchedulerLimits:
     max_slots: int
     """Most pages that a request whose blocks come and go may own."""
     eos_token_ids: frozenset[int]
+    speculation: SpeculationConfig
     sparsity: SparsityConfig
 
 
@@ -54,6 +56,7 @@ class Scheduler:
         self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self._runs_of: dict[int, list[int]] = {}
         self._prefixes: dict[int, Prefix] = {}
+        self._drafters: dict[int, NgramDrafter] = {}
         self._released_rows: list[int] = []
         self._dropped_prefixes: list[int] = []
 
@@ -64,7 +67,8 @@ class Scheduler:
     def selection(self, sparsity: SparsityConfig) -> SelectionLayout:
         """The selection layout of a request: its own --hot-factor, or the engine's where it says auto."""
         factor = self.limits.hot_factor if sparsity.hot_factor == "auto" else float(sparsity.hot_factor)
-        return SelectionLayout.from_config(sparsity, self.limits.block_size, factor)
+        num_drafts = self.limits.speculation.num_drafts
+        return SelectionLayout.from_config(sparsity, self.limits.block_size, factor, num_drafts)
 
     def make_request(self, spec: RequestSpec) -> Request:
         """Fill in what the spec leaves open.
@@ -122,6 +126,10 @@ class Scheduler:
     def add(self, spec: RequestSpec) -> None:
         """Queue a request that `make_request` accepts. A fork of what cannot be shared is a plain request."""
         parent = spec.fork_of
+        for request in self.waiting:
+            if request.request_id == parent and request.spec.fork_of is not None:
+                parent = request.spec.fork_of  # a fork of a fork has the same prompt to wait for
+                spec = replace(spec, fork_of=parent)
         if parent is not None and not (self.limits.host_tier and self._prompt_of(parent) == spec.prompt_ids):
             spec = replace(spec, fork_of=None)
         self.waiting.append(self.make_request(spec))
@@ -152,6 +160,9 @@ class Scheduler:
             if request.num_computed >= request.num_prompt_tokens and request.request_id not in started:
                 plan.decode.append(request)
         room = self.limits.max_num_batched_tokens - len(plan.decode)
+        for request in plan.decode:
+            plan.drafts.append(self._draft(request, room))
+            room -= len(plan.drafts[-1])
         for request in self.running.values():
             left = request.num_prompt_tokens - request.num_computed
             if left <= 0:
@@ -166,20 +177,27 @@ class Scheduler:
         }
         return plan
 
-    def commit(self, plan: StepPlan, token_ids: list[int]) -> list[Request]:
-        """Take the step's sampled tokens (one per `plan.sampled`; -1: this request's numbers were not finite).
+    def commit(self, plan: StepPlan, token_ids: list[list[int]]) -> list[Request]:
+        """Take the step's tokens, a list per `plan.sampled`: accepted drafts and the one after, or [-1].
 
+        -1 means that this request's numbers were not finite. What follows a request's end is dropped from its list.
         Returns the requests that ended, their resources already given back.
         """
-        for request in plan.decode:
-            request.num_computed += 1
         for chunk in plan.prefill:
             chunk.request.num_computed = chunk.stop
             if chunk.is_last and chunk.request.request_id in plan.keep_prefix_of:
                 self._keep_prefix(chunk.request)
         ended = []
-        for request, token_id in zip(plan.sampled, token_ids, strict=True):
-            reason = self._accept(request, token_id)
+        for index, (request, tokens) in enumerate(zip(plan.sampled, token_ids, strict=True)):
+            reason = None
+            if index < len(plan.decode):
+                self._observe(request, plan.drafts[index], tokens)
+            for position, token_id in enumerate(tokens):
+                request.num_computed += index < len(plan.decode)
+                reason = self._accept(request, token_id)
+                if reason is not None:
+                    del tokens[position + 1 :]
+                    break
             request.check_lengths()
             if reason is not None:
                 self._finish(request, reason)
@@ -238,6 +256,32 @@ class Scheduler:
         plan.admitted.append(request)
         return True
 
+    def _draft(self, request: Request, room: int) -> tuple[int, ...]:
+        """Tokens to verify after the committed one: no more than rows, slots and the request's own end allow."""
+        speculation = self.limits.speculation
+        if speculation.spec_method == "none":
+            return ()
+        drafter = self._drafters.get(request.request_id)
+        if drafter is None:
+            drafter = self._drafters[request.request_id] = NgramDrafter(
+                speculation.spec_tokens,
+                min_ngram=speculation.prompt_lookup_min,
+                max_ngram=speculation.prompt_lookup_max,
+            )
+            drafter.extend(request.spec.prompt_ids)
+        drafter.extend(request.output_ids[len(drafter.tokens) - request.num_prompt_tokens :])
+        limit = min(room, request.max_total_tokens - request.num_tokens - 1)
+        if len(request.pages) < self._num_blocks(request):
+            # Each row may want a whole budget of its own.
+            limit = min(limit, int(self.selection(request.sparsity).hot_factor) - 1)
+        return drafter.propose(limit)
+
+    def _observe(self, request: Request, drafts: tuple[int, ...], tokens: list[int]) -> None:
+        if drafts:
+            request.num_draft_tokens += len(drafts)
+            request.num_accepted_tokens += len(tokens) - 1
+            self._drafters[request.request_id].observe(len(drafts), len(tokens) - 1)
+
     def _accept(self, request: Request, token_id: int) -> FinishReason | None:
         if token_id < 0:
             return FinishReason.ERROR
@@ -254,6 +298,7 @@ class Scheduler:
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
         request_id = request.request_id
+        self._drafters.pop(request_id, None)
         if request_id in self.running:
             del self.running[request_id]
             self.pages.give_back(request.pages)

@@ -57,7 +57,7 @@ def start(config: Config, extra_sketches: tuple[SketchKind, ...]) -> Started:
     with torch.inference_mode():
         model = _on_every_rank(tp, load)
         shape = _on_every_rank(tp, lambda: _plan_memory(config, model, max_model_len, extra_sketches))
-        shape = _agree(tp, shape, config.sparsity)
+        shape = _agree(tp, shape, config.sparsity, config.speculation.num_drafts)
         library = _on_every_rank(tp, lambda: _cpu_library(tp, dtype))
         cache = _on_every_rank(tp, lambda: KvCache(shape, dtype, tp.device, *library))
     limits = SchedulerLimits(
@@ -71,6 +71,7 @@ def start(config: Config, extra_sketches: tuple[SketchKind, ...]) -> Started:
         max_num_batched_tokens=config.batching.max_num_batched_tokens,
         max_slots=shape.max_slots,
         eos_token_ids=frozenset(arch.eos_token_ids),
+        speculation=config.speculation,
         sparsity=config.sparsity,
     )
     _print_capacity(config.sparsity, model, cache, shape)
@@ -157,6 +158,7 @@ def _plan_memory(config: Config, model: LlamaModel, max_model_len: int, extra: t
         max_num_seqs=batching.max_num_seqs,
         device_bytes=device_bytes,
         host_bytes=host_bytes,
+        num_drafts=config.speculation.num_drafts,
         sketch_from_device_bytes=not on_cpu and config.memory.device_kv_gb is None,
     )
     return CacheShape(
@@ -171,7 +173,7 @@ def _plan_memory(config: Config, model: LlamaModel, max_model_len: int, extra: t
     )
 
 
-def _agree(tp: TpGroup, shape: CacheShape, sparsity: SparsityConfig) -> CacheShape:
+def _agree(tp: TpGroup, shape: CacheShape, sparsity: SparsityConfig, num_drafts: int) -> CacheShape:
     """The least capacity of any rank becomes everybody's."""
     scale = 2**20
     mine = shape.capacity
@@ -181,7 +183,7 @@ def _agree(tp: TpGroup, shape: CacheShape, sparsity: SparsityConfig) -> CacheSha
     )
     hot_factor = factor / scale if sparsity.hot_factor == "auto" else mine.hot_factor  # asked for: kept exactly
     capacity = Capacity(num_pages=pages, num_host_blocks=blocks, hot_factor=hot_factor)
-    selection = SelectionLayout.from_config(sparsity, shape.layout.block_size, capacity.hot_factor)
+    selection = SelectionLayout.from_config(sparsity, shape.layout.block_size, capacity.hot_factor, num_drafts)
     slots = selection.num_pages(shape.layout.num_blocks(shape.max_model_len), host_tier=bool(host))
     return replace(shape, capacity=capacity, host_tier=bool(host), max_slots=slots)
 

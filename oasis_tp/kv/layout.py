@@ -34,7 +34,8 @@ class SelectionLayout:
     """Which blocks a row attends by position, by choice, or not at all (all counts in blocks).
 
     A row at position p stands in block o = p // block_size. Pinned: blocks 0 .. sink-1 and o-recent .. o. Candidates:
-    the blocks between. With `budget` None everything is attended (mode dense).
+    the blocks between. With `budget` None everything is attended (mode dense). A step may have `num_drafts` rows beyond
+    the committed token's.
     """
 
     block_size: int
@@ -42,9 +43,12 @@ class SelectionLayout:
     recent: int
     budget: int | None
     hot_factor: float
+    num_drafts: int = 0
 
     @classmethod
-    def from_config(cls, config: SparsityConfig, block_size: int, hot_factor: float) -> "SelectionLayout":
+    def from_config(
+        cls, config: SparsityConfig, block_size: int, hot_factor: float, num_drafts: int = 0
+    ) -> "SelectionLayout":
         dense = config.attention == "dense"
         return cls(
             block_size=block_size,
@@ -52,6 +56,7 @@ class SelectionLayout:
             recent=ceil_div(config.recent_tokens, block_size),
             budget=None if dense else ceil_div(config.budget_tokens, block_size),
             hot_factor=hot_factor,
+            num_drafts=num_drafts,
         )
 
     def candidates(self, position: int) -> tuple[int, int]:
@@ -62,8 +67,8 @@ class SelectionLayout:
 
     @property
     def pinned(self) -> int:
-        """Blocks attended by position alone, the open block among them."""
-        return self.sink + self.recent + 1
+        """Blocks attended by position alone, the open blocks of a step's rows among them."""
+        return self.sink + self.recent + 1 + ceil_div(self.num_drafts, self.block_size)
 
     def num_pages(self, total_blocks: int, *, host_tier: bool) -> int:
         """Pages a request of `total_blocks` owns for life: R of engine terms, or everything if nothing may leave."""
@@ -91,6 +96,7 @@ def plan_capacity(
     max_num_seqs: int,
     device_bytes: int,
     host_bytes: int,
+    num_drafts: int = 0,
     sketch_from_device_bytes: bool,
 ) -> Capacity:
     """Turn memory into pages and host blocks for one rank.
@@ -117,13 +123,13 @@ def plan_capacity(
     if sketch_from_device_bytes:
         device_bytes -= num_host * sketch_block_bytes
     num_pages = min(max_num_seqs * full, max(0, device_bytes) // page_bytes)
-    least = SelectionLayout.from_config(sparsity, layout.block_size, 1.0)
+    least = SelectionLayout.from_config(sparsity, layout.block_size, 1.0, num_drafts)
     if sparsity.hot_factor == "auto":
         per_request = min(full, num_pages // max_num_seqs)
         hot_factor = 1.0 if least.budget is None else max(1.0, (per_request - least.pinned) / least.budget)
     else:
         hot_factor = float(sparsity.hot_factor)
-    own = SelectionLayout.from_config(sparsity, layout.block_size, hot_factor)
+    own = SelectionLayout.from_config(sparsity, layout.block_size, hot_factor, num_drafts)
     need = own.num_pages(full, host_tier=host_bytes > 0)
     if num_pages < need:
         raise ValueError(

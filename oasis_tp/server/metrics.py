@@ -38,6 +38,8 @@ class EngineCollector:
         counters = {
             "prompt_tokens": ("Prompt tokens computed.", stats.prompt_tokens),
             "generation_tokens": ("Tokens generated.", stats.generation_tokens),
+            "spec_decode_num_draft_tokens": ("Drafted tokens verified.", stats.draft_tokens),
+            "spec_decode_num_accepted_tokens": ("Drafted tokens that were right.", stats.accepted_tokens),
             "hot_block_hits": ("Selected blocks found on the device.", stats.selected_blocks - stats.missed_blocks),
             "hot_block_misses": ("Selected blocks fetched on the path.", stats.missed_blocks),
             "host_to_device_bytes": ("KV bytes read from the host tier.", stats.host_to_device_bytes),

@@ -76,7 +76,18 @@ def write_input(path: Path) -> Path:
 
 def arguments(model: Path, folder: Path) -> list[str]:
     files = ["-i", str(write_input(folder / "in.jsonl")), "-o", str(folder / "out.jsonl")]
-    return [str(model), *files, "--max-num-seqs", "2", "--budget-tokens", "64", "--recent-tokens", "16"]
+    return [
+        str(model),
+        *files,
+        "--max-num-seqs",
+        "2",
+        "--max-num-queued-reqs",
+        "1",
+        "--budget-tokens",
+        "64",
+        "--recent-tokens",
+        "16",
+    ]
 
 
 def answers(folder: Path) -> dict[str, Any]:

@@ -4,13 +4,11 @@ Greedy tokens are checked by teacher forcing: if the argmax after every prefix o
 token, greedy decoding gives the same text.
 """
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 
 from oasis_tp.comm import TpGroup
@@ -20,6 +18,7 @@ from oasis_tp.models.llama import LlamaModel
 from oasis_tp.models.registry import load_arch
 from oasis_tp.models.tokenizer import load_tokenizer
 from oasis_tp.models.weights import load_weights
+from tests.dist.ranks import run_on_ranks
 from tests.tiny import make_tiny
 
 TOLERANCE = 1e-4  # float32 sums in another order; logits of the tiny models reach about 15
@@ -114,22 +113,16 @@ def assert_same(logits: torch.Tensor, expected: dict[str, torch.Tensor], num_pro
     assert logits[num_prompt_tokens - 1 : -1].argmax(-1).tolist() == expected["token_ids"][num_prompt_tokens:].tolist()
 
 
-def run_ranks(rank: int, root: Path) -> None:
-    """What each of three spawned processes does: all models at TP 2 (two of them), then at TP 3."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    for size in (2, 3):
-        if rank >= size:
-            continue
-        os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(size)})
-        tp = TpGroup.connect(ParallelConfig(device="cpu", comm="gloo"), f"file://{root}/rendezvous-{size}")
-        with torch.inference_mode():
-            for name in MODEL_DIRS:
-                model = load_model(root / name, tp)
-                shard = run_whole(model, torch.load(root / name / "expected.pt")["token_ids"])
-                whole = tp.gather_logits(shard, model.vocab_ranges)
-                if whole is not None:
-                    torch.save(whole, root / name / f"tp{size}.pt")
-        tp.close()
+def run_rank(rank: int, size: int, root: Path) -> None:
+    """All models on one of `size` ranks; rank 0 keeps the logits."""
+    tp = TpGroup.connect(ParallelConfig(device="cpu", comm="gloo"))
+    with torch.inference_mode():
+        for name in MODEL_DIRS:
+            model = load_model(root / name, tp)
+            shard = run_whole(model, torch.load(root / name / "expected.pt")["token_ids"])
+            whole = tp.gather_logits(shard, model.vocab_ranges)
+            if whole is not None:
+                torch.save(whole, root / name / f"tp{size}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +138,8 @@ def model_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks_done(model_root: Path) -> Path:
-    mp.spawn(run_ranks, (model_root,), nprocs=3)
+    for size in (2, 3):
+        run_on_ranks(size, model_root / f"store{size}", run_rank, size, model_root)
     return model_root
 
 

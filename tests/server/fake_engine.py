@@ -48,6 +48,8 @@ class FakeStats:
     host_blocks_total: int = 2
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    draft_tokens: int = 4
+    accepted_tokens: int = 2
     selected_blocks: int = 10
     missed_blocks: int = 3
     host_to_device_bytes: int = 0

@@ -14,6 +14,7 @@ FLAGS = """
 --tensor-parallel-size --distributed-timeout-seconds --device --comm --check-ranks
 --gpu-memory-utilization --device-kv-gb --host-kv-gb --block-size
 --attention --budget-tokens --recent-tokens --sink-blocks --hot-factor --sketch --tail-estimate
+--spec-method --spec-tokens --prompt-lookup-max --prompt-lookup-min
 --max-num-seqs --max-num-batched-tokens --max-num-queued-reqs
 --host --port --api-key --api-key-file --shutdown-timeout --watchdog-timeout --sse-keep-alive-interval
 --log-format --log-level
@@ -112,6 +113,9 @@ def test_a_faulty_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
         ("--device-kv-gb 0", "--device-kv-gb"),
         ("--host-kv-gb inf", "--host-kv-gb"),
         ("--max-model-len 1", "--max-model-len"),
+        ("--spec-method ngram --recent-tokens 16", "--recent-tokens is 16; allowed: with drafts at least 20"),
+        ("--spec-tokens 0", "--spec-tokens"),
+        ("--prompt-lookup-min 5", "--prompt-lookup-min is 5; allowed: 1 to --prompt-lookup-max (4)"),
         ("--max-num-seqs 0", "--max-num-seqs"),
         ("--max-num-batched-tokens 8", "--max-num-batched-tokens is 8; allowed: at least 16"),
         ("--max-num-queued-reqs 0", "--max-num-queued-reqs"),
@@ -160,3 +164,11 @@ def test_the_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["serv"]) == 2
     assert "did you mean serve?" in capsys.readouterr().err
     assert main([]) == 2
+
+
+@pytest.mark.parametrize(("option", "value"), [("attention", "paper"), ("sketch", "3bit"), ("block_size", 17)])
+def test_python_callers_get_the_same_checks(option: str, value: object) -> None:
+    from oasis_tp.llm import make_config
+
+    with pytest.raises(ValueError, match=f"--{option.replace('_', '-')} is {value!r}; allowed: "):
+        make_config(**{option: value})

@@ -34,14 +34,20 @@ def test_each_by_its_definition() -> None:
 def test_the_sampler_takes_them_row_by_row_and_reports_the_models_own_logprobs() -> None:
     rows = [request(), request(logit_bias=((4, 10.0),), logprobs=0), request(output=(0,), presence_penalty=1.0)]
     sampled = Sampler(0).sample(LOGITS.expand(3, -1).clone(), rows)
-    assert sampled.token_ids == [0, 4, 1]
-    assert sampled.logprobs[1] is not None
-    assert abs(sampled.logprobs[1].logprob - float(torch.log_softmax(LOGITS, -1)[4])) < 1e-6
+    assert sampled.token_ids == [[0], [4], [1]]
+    assert sampled.logprobs[1][0] is not None
+    assert abs(sampled.logprobs[1][0].logprob - float(torch.log_softmax(LOGITS, -1)[4])) < 1e-6
 
 
 def test_logits_that_are_no_numbers_stay_an_error() -> None:
     rows = [request(repetition_penalty=1.5)]
-    assert Sampler(0).sample(torch.full((1, 5), torch.nan), rows).token_ids == [-1]
+    assert Sampler(0).sample(torch.full((1, 5), torch.nan), rows).token_ids == [[-1]]
+
+
+def test_a_row_after_a_draft_counts_the_tokens_before_it() -> None:
+    asked = request(presence_penalty=1.0)
+    check_rows = Sampler(0).sample(LOGITS.expand(3, -1).clone(), [asked], [(0, 1)])
+    assert check_rows.token_ids == [[0, 1, 0]], "0 and 1 lose 1 each as they are said: 2, then 1.5, then 1 again"
 
 
 def test_plain_requests_pay_nothing() -> None:

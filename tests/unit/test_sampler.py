@@ -19,7 +19,7 @@ def make_request(request_id: int, **sampling: object) -> Request:
 
 def draws(count: int, logits: torch.Tensor, **sampling: object) -> list[int]:
     sampler, request = Sampler(0), make_request(1, **({"seed": 11} | sampling))
-    return [sampler.sample(logits[None], [request]).token_ids[0] for _ in range(count)]
+    return [sampler.sample(logits[None], [request]).token_ids[0][0] for _ in range(count)]
 
 
 def support(**sampling: object) -> set[int]:
@@ -29,7 +29,7 @@ def support(**sampling: object) -> set[int]:
 def test_greedy_takes_the_best_and_the_first_of_equals() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, 0.0, 2.0]])
     requests = [make_request(i, temperature=0.0) for i in range(2)]
-    assert Sampler(0).sample(logits, requests).token_ids == [1, 0]
+    assert Sampler(0).sample(logits, requests).token_ids == [[1], [0]]
 
 
 def test_frequencies_are_the_probabilities() -> None:
@@ -84,7 +84,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company_and_order(neighbours: int) 
             requests = [*others[:place], mine, *others[place:]]
             rows = torch.randn(len(requests), 50, generator=generator)
             rows[place] = row
-            tokens.append(sampler.sample(rows, requests).token_ids[place])
+            tokens.append(sampler.sample(rows, requests).token_ids[place][0])
         return tokens
 
     alone = run(1, [], 0)
@@ -99,7 +99,7 @@ def test_without_a_seed_requests_differ_and_the_engines_seed_decides() -> None:
 
     def run(seed: int, request_id: int) -> list[int]:
         sampler, request = Sampler(seed), make_request(request_id)
-        return [sampler.sample(logits, [request]).token_ids[0] for _ in range(8)]
+        return [sampler.sample(logits, [request]).token_ids[0][0] for _ in range(8)]
 
     runs = [run(seed, request_id) for seed in (0, 1, -1, 2**32, 2**63 - 1, -(2**63)) for request_id in (1, 2)]
     assert len({tuple(tokens) for tokens in runs}) == len(runs)
@@ -125,16 +125,40 @@ def test_numbers_that_are_none_end_their_own_row_only(bad: float, temperature: f
     broken = logits.clone()
     broken[1, 7] = bad
     got = Sampler(0).sample(broken, requests)
-    assert got.token_ids == [expected.token_ids[0], -1, expected.token_ids[2]]
-    assert got.logprobs == [expected.logprobs[0], None, expected.logprobs[2]]
+    assert got.token_ids == [expected.token_ids[0], [-1], expected.token_ids[2]]
+    assert got.logprobs == [expected.logprobs[0], [None], expected.logprobs[2]]
 
 
 def test_logprobs_are_the_models_own_whatever_the_sampling() -> None:
     request = make_request(1, temperature=0.2, top_k=1, logprobs=3)
-    (logprobs,) = Sampler(0).sample(PROBS.log()[None] + 5, [request]).logprobs
+    ((logprobs,),) = Sampler(0).sample(PROBS.log()[None] + 5, [request]).logprobs
     assert logprobs is not None
     assert logprobs.logprob == pytest.approx(math.log(0.4), abs=1e-5)
     assert [token for token, _ in logprobs.top] == [0, 2, 3]
     assert [value for _, value in logprobs.top] == pytest.approx([math.log(p) for p in (0.4, 0.3, 0.2)], abs=1e-5)
-    only_own = Sampler(0).sample(PROBS.log()[None], [make_request(1, temperature=0.0, logprobs=0)]).logprobs[0]
+    only_own = Sampler(0).sample(PROBS.log()[None], [make_request(1, temperature=0.0, logprobs=0)]).logprobs[0][0]
     assert only_own is not None and only_own.top == ()
+
+
+def test_drafts_change_no_draw() -> None:
+    """Rows verified together give the tokens of rows sampled one after the other, up to the first miss."""
+    rows = torch.randn(4, 7, generator=torch.Generator().manual_seed(3))
+    for seed in range(20):
+        alone = Sampler(0)
+        request = make_request(1, seed=seed, temperature=1.0)
+        expected = [alone.sample(row[None], [request]).token_ids[0][0] for row in rows]
+        for right in range(4):
+            drafts = tuple(expected[:right]) + ((expected[right] + 1) % 7,) * (3 - right)
+            got = Sampler(0).sample(rows, [make_request(1, seed=seed, temperature=1.0)], [drafts])
+            assert got.token_ids == [expected[: right + 1]]
+
+
+def test_accepted_drafts_keep_the_distribution() -> None:
+    """A fixed draft, right one time in ten or two in five: the tokens that come out follow the model all the same."""
+    logits = PROBS.log()[None].repeat(2, 1)
+    for draft in range(len(PROBS)):
+        sampler, counts = Sampler(0), torch.zeros(len(PROBS))
+        request = make_request(1, seed=draft, temperature=1.0)
+        for _ in range(2000):
+            counts[sampler.sample(logits, [request], [(draft,)]).token_ids[0][0]] += 1
+        assert torch.allclose(counts / 2000, PROBS.float(), atol=0.045)

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from oasis_tp.config import SparsityConfig
+from oasis_tp.config import SparsityConfig, SpeculationConfig
 from oasis_tp.engine.plan import StepPlan
 from oasis_tp.engine.scheduler import Scheduler, SchedulerLimits
 from oasis_tp.kv.layout import RUN_BLOCKS, SelectionLayout
@@ -42,6 +42,7 @@ def make_limits(
         max_num_batched_tokens=max_num_batched_tokens,
         max_slots=layout.num_pages(-(-max_model_len // BLOCK), host_tier=host_tier),
         eos_token_ids=frozenset({EOS}),
+        speculation=SpeculationConfig(),
         sparsity=sparsity,
     )
 
@@ -66,7 +67,7 @@ def make_spec(
 
 def step(scheduler: Scheduler, token_id: int = 7) -> tuple[StepPlan, list[Request]]:
     plan = scheduler.plan()
-    ended = scheduler.commit(plan, [token_id] * len(plan.sampled))
+    ended = scheduler.commit(plan, [[token_id] for _ in plan.sampled])
     scheduler.check_integrity()
     return plan, ended
 
@@ -172,8 +173,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert plan.fingerprint() == other.fingerprint()
         self._check_plan(plan)
         tokens = draw.choices([7, 8, EOS, -1], [30, 30, 2, 1], k=len(plan.sampled))
-        ended = self.scheduler.commit(plan, tokens)
-        assert [r.request_id for r in ended] == [r.request_id for r in self.twin.commit(other, tokens)]
+        ended = self.scheduler.commit(plan, [[token] for token in tokens])
+        assert [r.request_id for r in ended] == [
+            r.request_id for r in self.twin.commit(other, [[token] for token in tokens])
+        ]
         self.ended |= {r.request_id for r in ended}
         for chunk in plan.prefill:
             if chunk.is_last:
@@ -302,7 +305,7 @@ def test_a_request_ends_at_its_length_at_eos_at_a_stop_token_or_at_a_number_that
     scheduler.add(make_spec(4, 5, ignore_eos=True))
     plan = scheduler.plan()
     assert [r.request_id for r in plan.sampled] == [0, 1, 2, 3, 4]
-    ended = scheduler.commit(plan, [7, EOS, 9, -1, EOS])
+    ended = scheduler.commit(plan, [[7], [EOS], [9], [-1], [EOS]])
     assert {r.request_id: r.finish_reason for r in ended} == {
         1: FinishReason.STOP,
         2: FinishReason.STOP,
