@@ -44,18 +44,17 @@ def top_blocks_kernel(
     threshold = tl.zeros((), tl.uint32)
     settled = tl.zeros((), tl.uint32)  # mask of the bytes that are decided
     ties = wanted
-    for byte in tl.static_range(4):
-        SHIFT: tl.constexpr = 24 - 8 * byte
+    for shift in tl.static_range(24, -1, -8):
         counts = tl.zeros((256,), tl.int32)
         for start in range(0, count, CHUNK):
             key = _keys(scores, start + column, count)
             alive = (start + column < count) & ((key & settled) == threshold)
-            counts += tl.histogram(((key >> SHIFT) & 255).to(tl.int32), 256, mask=alive)
+            counts += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=alive)
         not_below = tl.cumsum(counts, 0, reverse=True)
         best = tl.sum((not_below >= ties).to(tl.int32), 0) - 1
         ties -= tl.sum(tl.where(digit == best, not_below - counts, 0), 0)
-        threshold |= best.to(tl.uint32) << SHIFT
-        settled |= tl.full((), 255 << SHIFT, tl.uint32)
+        threshold |= best.to(tl.uint32) << shift
+        settled |= tl.full((), 255 << shift, tl.uint32)
 
     taken = tl.zeros((), tl.int32)
     equal = tl.zeros((), tl.int32)

@@ -354,9 +354,7 @@ def _copy_plan(case: Case) -> Iterator[Comparison]:
     facts, _ = _rows(case)
     # One more row, all of it resident: slot and block are the same, and nothing is planned for it.
     facts.append(
-        RowFacts(
-            table_row=1, first=1, last=5, budget=9, position=7 * BLOCK, num_slots=8, resident=True, use_tail=False
-        )
+        RowFacts(table_row=1, first=1, last=5, budget=9, position=7 * BLOCK, num_slots=8, resident=True, use_tail=False)
     )
     rows = Rows.of(facts, BLOCK, case.device)
     max_blocks, max_slots, tick = case.count + 9, facts[0].num_slots, 40
@@ -378,7 +376,7 @@ def _copy_plan(case: Case) -> Iterator[Comparison]:
             present = pinned + others[: max(0, row.num_slots - len(pinned) - head)]
             for slot, block in zip(make.permutation(row.num_slots).tolist(), present, strict=False):
                 held[row.table_row, head, slot], home[row.table_row, head, block] = block, slot
-    device_tables = [x.to(case.device) for x in (held, home, stamps)]
+    device_tables = [x.clone().to(case.device) for x in (held, home, stamps)]
     plan = copy_plan.plan_copies(
         chosen.to(case.device),
         rows,
@@ -515,9 +513,7 @@ def _tail(case: Case) -> Iterator[Comparison]:
     states = torch.empty(*shape, splits + tails, case.head_dim, device=case.device)
     lse = torch.empty(*shape, splits + tails, device=case.device)
     attention.sparse_attention(q, kv, pages, tokens, states, lse)
-    tail_attention.tail_attention(
-        logits, table, rows, means, mean_scales, states, lse, splits, case.dtype
-    )
+    tail_attention.tail_attention(logits, table, rows, means, mean_scales, states, lse, splits, case.dtype)
     out, _, missed = merge_states.merge_states(states, lse, splits, rows, case.dtype)
     for i, row in enumerate(facts):
         k, v, _ = _read(kv.cpu(), pages[i].cpu(), 37)
