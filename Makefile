@@ -10,10 +10,10 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help venv demo serve test lint bench clean
+.PHONY: help venv demo serve test lint bench gpu-check clean
 
 help: ## show this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
 venv: $(STAMP) ## make .venv with everything in it (the other targets do it too)
 
@@ -42,6 +42,9 @@ lint: $(STAMP) ## ruff and mypy
 
 bench: $(STAMP) ## a measurement: BENCH=sketch MODEL=smollm2 ARGS=...
 	$(BIN)/python -m oasis_tp.bench $(BENCH) --model $(MODEL) $(ARGS)
+
+gpu-check: $(STAMP) ## the Triton kernels against their references, on the GPU or in the interpreter: ARGS=...
+	$(BIN)/python -m oasis_tp.bench.gpu_check $(ARGS)
 
 clean: ## remove .venv and what tools left behind
 	rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info

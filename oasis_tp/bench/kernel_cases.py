@@ -66,10 +66,10 @@ TOLERANCE = {
     ("attention", FP32): 2e-5,
     ("attention", FP16): 4e-3,
     ("attention", BF16): 3e-2,
-    # The same, and mean values rounded to the type.
+    # The same, and mean values of up to about 8 rounded to the type.
     ("tail", FP32): 2e-5,
-    ("tail", FP16): 4e-3,
-    ("tail", BF16): 3e-2,
+    ("tail", FP16): 8e-3,
+    ("tail", BF16): 6e-2,
     # fp32 sums of a few states, the result in its own type.
     ("merge_states", FP32): 1e-5,
     ("merge_states", FP16): 2e-3,
