@@ -12,10 +12,10 @@ MAX_CHUNK = 2048
 
 @triton.jit
 def _keys(scores: tl.tensor, index: tl.tensor, count: tl.tensor) -> tl.tensor:
-    """Scores as unsigned integers of the same order; both zeros are one."""
+    """Scores as int32 of the same order; both zeros are one."""
     score = tl.load(scores + index, mask=index < count, other=0)
-    bits = tl.where(score == 0, 0.0, score).to(tl.uint32, bitcast=True)
-    return tl.where(bits >> 31 == 1, ~bits, bits | 0x80000000)
+    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -41,20 +41,25 @@ def top_blocks_kernel(
     # Radix select from the highest byte down: `threshold` is the wanted-th largest key, `ties` how many equal to it
     # are still wanted when all larger ones are taken.
     digit = tl.arange(0, 256)
-    threshold = tl.zeros((), tl.uint32)
-    settled = tl.zeros((), tl.uint32)  # mask of the bytes that are decided
+    threshold = tl.zeros((), tl.int32)
     ties = wanted
     for shift in tl.static_range(24, -1, -8):
         counts = tl.zeros((256,), tl.int32)
         for start in range(0, count, CHUNK):
             key = _keys(scores, start + column, count)
-            alive = (start + column < count) & ((key & settled) == threshold)
-            counts += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=alive)
+            alive = start + column < count
+            if shift < 24:
+                alive = alive & ((key & -(1 << (shift + 8))) == threshold)  # the bytes above are those settled
+            byte = (key >> shift) & 255
+            if shift == 24:
+                byte = byte ^ 128  # the sign bit: negative keys come first
+            counts += tl.histogram(byte, 256, mask=alive)
         not_below = tl.cumsum(counts, 0, reverse=True)
         best = tl.sum((not_below >= ties).to(tl.int32), 0) - 1
         ties -= tl.sum(tl.where(digit == best, not_below - counts, 0), 0)
-        threshold |= best.to(tl.uint32) << shift
-        settled |= tl.full((), 255 << shift, tl.uint32)
+        if shift == 24:
+            best = best ^ 128
+        threshold |= best << shift
 
     taken = tl.zeros((), tl.int32)
     equal = tl.zeros((), tl.int32)

@@ -220,7 +220,7 @@ def _seal(case: Case) -> Iterator[Comparison]:
         blocks[:, :, 0], blocks[:, :, 1], signs.int().tolist(), _levels(case.bits)
     )
     codes, got_scales, got_means, got_mean_scales = (x[ids].cpu() for x in sketch)
-    zeros = levels.shape[0] and (token_scales == 0)  # codes of a residual of zeros are arbitrary
+    zeros = token_scales == 0  # codes of a residual of zeros are arbitrary
     wanted = torch.stack([levels == level for level in _levels(case.bits)]).int().argmax(0)
     difference = (_unpack(codes, dim) - wanted).abs().masked_fill(zeros[..., None], 0)
     yield "codes at most one level off", (difference > 1).double(), torch.zeros(difference.shape)
@@ -376,27 +376,23 @@ def _copy_plan(case: Case) -> Iterator[Comparison]:
             present = pinned + others[: max(0, row.num_slots - len(pinned) - head)]
             for slot, block in zip(make.permutation(row.num_slots).tolist(), present, strict=False):
                 held[row.table_row, head, slot], home[row.table_row, head, block] = block, slot
-    device_tables = [x.clone().to(case.device) for x in (held, home, stamps)]
+    on_device = [x.clone().to(case.device) for x in (held, home, stamps)]
+    now = torch.tensor([tick], dtype=torch.int32, device=case.device)
     plan = copy_plan.plan_copies(
-        chosen.to(case.device),
-        rows,
-        *tables,
-        *device_tables,
-        torch.tensor([tick], dtype=torch.int32, device=case.device),
-        BLOCK,
+        chosen.to(case.device), rows, tables[0], tables[1], on_device[0], on_device[1], on_device[2], now, BLOCK
     )
     host_table, block_table = (x.cpu() for x in tables)
     for i, row in enumerate(facts):
         for head in range(case.num_heads):
             at = (row.table_row, head)
             count = min(row.budget, row.last - row.first)
-            lists = [x[at].tolist() for x in (held, home, stamps)]
-            if row.resident:
-                slots, copies = list(range(row.position // BLOCK + 1)), []
-            else:
+            lists: list[list[int]] = [x[at].tolist() for x in (held, home, stamps)]
+            slots = list(range(row.position // BLOCK + 1))
+            copies: list[tuple[int, int]] = []
+            if not row.resident:
                 slots, copies = reference.plan_copies(
                     chosen[i, head, :count].tolist(), row.first, row.last, row.position, row.num_slots, BLOCK,
-                    *lists, tick,
+                    lists[0], lists[1], lists[2], tick,
                 )  # fmt: skip
             for x, new in zip((held, home, stamps), lists, strict=True):
                 x[at] = torch.tensor(new)
@@ -410,7 +406,7 @@ def _copy_plan(case: Case) -> Iterator[Comparison]:
             yield "copies", got, torch.tensor(wanted).view(-1, 2)
             tokens = (len(slots) - 1) * BLOCK + row.position % BLOCK + 1
             yield "tokens", plan.num_tokens[i, head].cpu(), torch.tensor(tokens)
-    for name, table, want in zip(("held", "home", "stamps"), device_tables, (held, home, stamps), strict=True):
+    for name, table, want in zip(("held", "home", "stamps"), on_device, (held, home, stamps), strict=True):
         yield name, table.cpu(), want
 
 
