@@ -6,7 +6,7 @@ Each case builds its inputs from a seed, runs the kernel with NaN-filled outputs
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,6 +29,7 @@ from oasis_tp.kernels import (
 from oasis_tp.kernels.rows import RowFacts, Rows
 
 BLOCK = 16
+SINK, RECENT = 1, 3  # pinned blocks of every row, the open one among them
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 # (kernel, dtype) -> absolute tolerance; inputs have unit variance and are given to both sides in that dtype.
@@ -332,9 +333,10 @@ def _top_blocks(case: Case) -> Iterator[Comparison]:
     make = Source(case)
     facts, rows = _rows(case)
     shape = (len(facts), case.num_heads)
-    # Many equal scores, both zeros, and one head where all are equal.
+    # Many equal scores; one head where all are equal, and one of zeros with either sign.
     scores = (make.normal(*shape, rows.max_candidates, dtype=FP32) * 2).round() / 2
-    scores[:, -1] = -1.5
+    scores[0, -1] = -1.5
+    scores[1, -1] *= 0
     tail = make.normal(*shape, case.group, rows.max_candidates, dtype=FP32)
     want_tail = tail.cpu().clone()
     got = top_blocks.top_blocks(scores, rows, tail)
@@ -352,6 +354,8 @@ def _top_blocks(case: Case) -> Iterator[Comparison]:
 def _copy_plan(case: Case) -> Iterator[Comparison]:
     make = Source(case)
     facts, _ = _rows(case)
+    # A row with one slot too few for all it wants, whose last missing block must go without.
+    facts[1] = replace(facts[1], num_slots=SINK + RECENT + max(0, min(facts[1].budget, case.count // 2) - 1))
     # One more row, all of it resident: slot and block are the same, and nothing is planned for it.
     facts.append(
         RowFacts(table_row=1, first=1, last=5, budget=9, position=7 * BLOCK, num_slots=8, resident=True, use_tail=False)
@@ -396,14 +400,16 @@ def _copy_plan(case: Case) -> Iterator[Comparison]:
                 )  # fmt: skip
             for x, new in zip((held, home, stamps), lists, strict=True):
                 x[at] = torch.tensor(new)
-            pages = [int(block_table[row.table_row, slot]) for slot in slots]
+            pages = [int(block_table[row.table_row, slot]) if slot >= 0 else -1 for slot in slots]
             pages += [-1] * (rows.max_attended - len(pages))
             yield "pages", plan.pages[i, head].cpu(), torch.tensor(pages)
-            yield "missing", plan.num_missing[i, head].cpu(), torch.tensor(len(copies))
+            yield "missing", plan.num_missing[i, head].cpu(), torch.tensor(len(copies) + slots.count(-1))
             wanted = [(int(host_table[row.table_row, b]), int(block_table[row.table_row, s])) for b, s in copies]
             number = len(copies)
             got = torch.stack((plan.sources[i, head, :number], plan.targets[i, head, :number]), 1).cpu()
             yield "copies", got, torch.tensor(wanted).view(-1, 2)
+            without = plan.targets[i, head, number : number + slots.count(-1)].cpu()
+            yield "without", without, torch.full_like(without, -1)
             tokens = (len(slots) - 1) * BLOCK + row.position % BLOCK + 1
             yield "tokens", plan.num_tokens[i, head].cpu(), torch.tensor(tokens)
     for name, table, want in zip(("held", "home", "stamps"), on_device, (held, home, stamps), strict=True):
