@@ -10,7 +10,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help venv demo serve test lint bench bench-retrieval measure-retrieval clean
+.PHONY: help venv demo serve test lint bench bench-retrieval measure-retrieval gpu-check clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -48,6 +48,9 @@ bench-retrieval: $(STAMP) ## long-context answers, sparse beside dense: 24 sampl
 
 measure-retrieval: $(STAMP) ## the same at length: 320 samples, hours; goes on where it was interrupted
 	$(BIN)/python -m oasis_tp.bench retrieval @configs/retrieval-smollm2.args $(ARGS)
+
+gpu-check: $(STAMP) ## the Triton kernels against their references, on the GPU or in the interpreter: ARGS=...
+	$(BIN)/python -m oasis_tp.bench.gpu_check $(ARGS)
 
 clean: ## remove .venv and what tools left behind
 	rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info

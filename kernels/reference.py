@@ -208,3 +208,102 @@ def attend_chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) 
     grouped = q.view(num_tokens, k.shape[0], num_heads // k.shape[0], head_dim)
     rows = [attend(grouped[t], k[:, : start + t + 1], v[:, : start + t + 1])[0] for t in range(num_tokens)]
     return torch.stack(rows).reshape(num_tokens, num_heads, head_dim)
+
+
+# The steps of a decode, for the Triton kernels. Rows come as tables: first, last, budget and the like, one per row.
+
+
+def rope_store(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    pages: torch.Tensor,
+    kv: torch.Tensor,
+) -> torch.Tensor:
+    """Roped q [T, heads, D]; roped k and plain v [T, H, D] into kv [page, H, K|V, B, D] at pages [T, H] (-1: not)."""
+
+    def turn(x: torch.Tensor, position: int) -> torch.Tensor:
+        out = torch.full((x.shape[0],), math.nan, dtype=torch.float64)
+        half = x.shape[0] // 2
+        for i in range(half):
+            c, s = float(cos[position, i]), float(sin[position, i])
+            out[i] = float(x[i]) * c - float(x[i + half]) * s
+            out[i + half] = float(x[i + half]) * c + float(x[i]) * s
+        return out
+
+    out = torch.full(q.shape, math.nan, dtype=torch.float64)
+    for t, position in enumerate(positions.tolist()):
+        for head in range(q.shape[1]):
+            out[t, head] = turn(q[t, head], position)
+        for head in range(k.shape[1]):
+            page = int(pages[t, head])
+            if page >= 0:
+                kv[page, head, 0, position % kv.shape[3]] = turn(k[t, head], position).to(kv.dtype)
+                kv[page, head, 1, position % kv.shape[3]] = v[t, head]
+    return out
+
+
+def seal_bounds(k: torch.Tensor) -> torch.Tensor:
+    """k [n, H, B, D] -> the largest and smallest key of each channel, rounded to bfloat16: [n, H, max|min, D]."""
+    keys = k.float().clamp(-FP16_MAX, FP16_MAX)
+    return torch.stack((keys.max(2).values, keys.min(2).values), 2).bfloat16()
+
+
+def plan_copies(
+    chosen: list[int],
+    first: int,
+    last: int,
+    position: int,
+    num_slots: int,
+    block_size: int,
+    block_in_slot: list[int],
+    slot_of_block: list[int],
+    last_selected: list[int],
+    tick: int,
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Slots of one row's blocks in one head, and (block, slot) of those to fetch; the three tables change in place."""
+    blocks = [*range(first), *(first + c for c in chosen), *range(last, position // block_size + 1)]
+    for block in blocks:
+        if slot_of_block[block] >= 0:
+            last_selected[slot_of_block[block]] = tick
+    missing = [block for block in blocks if slot_of_block[block] < 0]
+    victims = []
+    for slot in range(num_slots):
+        held = block_in_slot[slot]
+        if (held < 0 or first <= held < last) and last_selected[slot] != tick:
+            victims.append((-2 if held < 0 else last_selected[slot], slot))
+    copies = []
+    for block, (_, slot) in zip(missing, sorted(victims), strict=False):
+        if block_in_slot[slot] >= 0:
+            slot_of_block[block_in_slot[slot]] = -1
+        block_in_slot[slot], slot_of_block[block], last_selected[slot] = block, slot, tick
+        copies.append((block, slot))
+    return [slot_of_block[block] for block in blocks], copies
+
+
+def merge_states(states: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """One head: weighted means states [S, D] of log mass lse [S] -> the mean and log mass of all; (0, -inf) of none."""
+    value = torch.zeros(states.shape[1], dtype=torch.float64)
+    highest = max([float(mass) for mass in lse], default=-math.inf)
+    if highest == -math.inf:
+        return value, -math.inf
+    weights = [math.exp(float(mass) - highest) for mass in lse]
+    for weight, state in zip(weights, states, strict=True):
+        if weight > 0:
+            value += weight * state.double()
+    return value / sum(weights), highest + math.log(sum(weights))
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [row, size] / sqrt(mean square + eps) * weight [size]."""
+    rows = [row.double() / math.sqrt(float(row.double().square().mean()) + eps) * weight.double() for row in x]
+    return torch.stack(rows)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up [row, 2 size] -> gate * sigmoid(gate) * up [row, size]."""
+    gate, up = gate_up.double().chunk(2, 1)
+    return gate * torch.sigmoid(gate) * up

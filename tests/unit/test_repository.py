@@ -15,7 +15,7 @@ import oasis_tp
 ROOT = Path(__file__).parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-TARGETS = {"help", "venv", "demo", "serve", "test", "lint", "bench", "bench-retrieval", "measure-retrieval", "clean"}
+TARGETS = set("help venv demo serve test lint bench bench-retrieval measure-retrieval gpu-check clean".split())
 
 
 def make(*arguments: str) -> str:
