@@ -15,7 +15,8 @@ import oasis_tp
 ROOT = Path(__file__).parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-TARGETS = set("help venv demo serve test lint bench bench-retrieval measure-retrieval gpu-check clean".split())
+TARGETS = {"help", "venv", "demo", "serve", "test", "lint", "clean"}
+TARGETS |= {"bench", "bench-retrieval", "measure-retrieval", "gpu-check"}
 
 
 def make(*arguments: str) -> str:
