@@ -12,7 +12,6 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -464,12 +463,12 @@ extern "C" {
 int64_t oasis_select(const Layer* layer, int64_t layer_index, const Row* rows, int64_t num_rows, const float* q,
                      const Work* work, int64_t num_threads) {
   const int64_t heads = layer->num_heads, pairs = num_rows * heads, width = layer->group * layer->head_dim;
-  std::vector<int64_t> fetched(pairs);
+  std::vector<char> fits(pairs);
   std::vector<int64_t> requests;  // first row of each: rows of one request share its tables and go in turn
   for (int64_t r = 0; r < num_rows; ++r)
     if (r == 0 || rows[r].table_row != rows[r - 1].table_row) requests.push_back(r);
   requests.push_back(num_rows);
-  std::vector<std::pair<int64_t, int64_t>> wanted(pairs * work->max_blocks);  // [pair, …]: host block, page
+  std::vector<std::vector<std::pair<int64_t, int64_t>>> wanted(pairs);  // host block, page
 #pragma omp parallel num_threads(num_threads)
   {
     Scratch s;
@@ -500,22 +499,23 @@ int64_t oasis_select(const Layer* layer, int64_t layer_index, const Row* rows, i
       work->num_chosen[pair] = int64_t(s.order.size());
       std::copy(s.order.begin(), s.order.end(), work->chosen + pair * work->max_chosen);
       work->missed_blocks[pair] += missing;
-      fetched[pair] = missing < 0 ? -1 : 0;
+      fits[pair] = missing >= 0;
       int64_t* pages = work->pages + pair * work->max_blocks;
       for (size_t i = 0; i < s.slots.size(); ++i) {
         const int64_t slot = s.slots[i] <= -2 ? -2 - s.slots[i] : s.slots[i];
         pages[i] = slot < 0 ? -1 : row.pages[slot];
-        if (s.slots[i] <= -2)
-          wanted[pair * work->max_blocks + fetched[pair]++] = {row.host_blocks[s.blocks[i]], pages[i]};
+        if (s.slots[i] <= -2) wanted[pair].emplace_back(row.host_blocks[s.blocks[i]], pages[i]);
       }
     }
   }
   int64_t total = 0, room = pairs * work->max_blocks;
   for (int64_t pair = 0; pair < pairs; ++pair) {
-    if (fetched[pair] < 0) return -1;
-    for (int64_t k = 0; k < fetched[pair]; ++k, ++total) {
+    if (!fits[pair]) return -1;
+    for (const auto& [host_block, page] : wanted[pair]) {
       work->loads[total] = pair % heads;
-      std::tie(work->loads[room + total], work->loads[2 * room + total]) = wanted[pair * work->max_blocks + k];
+      work->loads[room + total] = host_block;
+      work->loads[2 * room + total] = page;
+      ++total;
     }
   }
   return total;

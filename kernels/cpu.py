@@ -8,6 +8,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -108,16 +109,19 @@ def load(cache_dir: Path) -> ctypes.CDLL | None:
     Raises:
         ValueError: there is a compiler and it fails; its own words are in the message.
     """
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    command = shlex.split(os.environ.get("CXX", "c++"))
+    compiler = shutil.which(command[0]) if command else None
     if compiler is None:
         return None
-    key = hashlib.sha256(SOURCE.read_bytes() + " ".join((compiler, *FLAGS, _processor())).encode()).hexdigest()[:16]
+    key = hashlib.sha256(
+        SOURCE.read_bytes() + " ".join((compiler, *command, *FLAGS, _processor())).encode()
+    ).hexdigest()[:16]
     library = cache_dir / f"cpu-{key}.so"
     if not library.exists():
         cache_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache_dir) as scratch:
             fresh = Path(scratch) / "cpu.so"
-            run = subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(fresh)], capture_output=True, text=True)
+            run = subprocess.run([*command, *FLAGS, str(SOURCE), "-o", str(fresh)], capture_output=True, text=True)
             if run.returncode != 0:
                 raise ValueError(
                     f"{compiler} cannot build {SOURCE.name} (CXX names another one): {run.stderr.strip()[-2000:]}"

@@ -6,6 +6,7 @@ Two kinds of traffic: the data plane (`all_reduce`, `gather_logits`) follows the
 
 import os
 import secrets
+import shlex
 import shutil
 from collections.abc import Callable
 from datetime import timedelta
@@ -184,7 +185,7 @@ def _why_no_shm(ranks: RankInfo) -> str:
         return "ranks are on several hosts"
     if ranks.size > cores:
         return f"{ranks.size} ranks on {cores} cores: its spin-wait collapses when ranks outnumber cores"
-    if shutil.which(os.environ.get("CXX", "c++")) is None:
+    if shutil.which((shlex.split(os.environ.get("CXX", "")) or ["c++"])[0]) is None:
         return "no C++ compiler is found"
     workspace = 70 * 2**20 * ranks.size
     if shutil.disk_usage("/dev/shm").free < workspace:

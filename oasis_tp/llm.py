@@ -1,5 +1,6 @@
 """LLM: the engine for offline Python, alone or under torchrun (every rank makes the same calls)."""
 
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -7,7 +8,7 @@ from itertools import count
 from typing import Any
 
 from oasis_tp.config import Config, SketchKind, SparsityConfig
-from oasis_tp.engine.engine import Engine
+from oasis_tp.engine.engine import STUCK, Engine
 from oasis_tp.models.tokenizer import load_tokenizer, read_template
 from oasis_tp.request import FinishReason, KvStats, RequestSpec, SamplingParams, TokenLogprobs, TokenOutput
 from oasis_tp.server.detokenizer import Detokenizer
@@ -114,6 +115,8 @@ class LLM:
         self.engine.step()
         while self.engine.has_work:
             self.engine.step()
+        if not self.engine.scheduler.is_held(held.request_id):
+            raise ValueError(STUCK)
         try:
             yield held
         finally:
@@ -175,8 +178,15 @@ class LLM:
                 self.engine.abort(spec.request_id)
                 self._open.pop(spec.request_id)
             raise
-        while self._open:
-            self.engine.step()
+        try:
+            while self._open:
+                self.engine.step()
+        except BaseException:
+            # An interrupt, or a failed step: the next call must not wait for what nobody will read.
+            for request_id in self._open:
+                self.engine.abort(request_id)
+            self._open.clear()
+            raise
         return outputs
 
     def _receive(self, outputs: list[TokenOutput]) -> None:
@@ -184,22 +194,29 @@ class LLM:
             if output.request_id not in self._open:
                 continue
             completion, text = self._open[output.request_id]
-            if output.token_id is not None:
-                completion.token_ids.append(output.token_id)
-                if output.finish_reason != FinishReason.STOP:
-                    completion.text += text.push(output.token_id)
-            if output.logprobs is not None:
-                completion.logprobs.append(output.logprobs)
+            # A step with drafts may bring more tokens after the one that completed a stop string.
+            if not text.stopped:
+                if output.token_id is not None:
+                    completion.token_ids.append(output.token_id)
+                    if output.finish_reason != FinishReason.STOP:
+                        completion.text += text.push(output.token_id)
+                if output.logprobs is not None:
+                    completion.logprobs.append(output.logprobs)
+                if text.stopped and output.finish_reason is None:
+                    self.engine.abort(output.request_id)
             completion.kv, completion.error = output.kv, output.error
-            if text.stopped and output.finish_reason is None:
-                self.engine.abort(output.request_id)
             if output.finish_reason is not None:
                 completion.finish_reason = FinishReason.STOP if text.stopped else output.finish_reason
                 completion.text += text.finish()
                 del self._open[output.request_id]
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        try:
+            return [operator.index(token) for token in prompt]
+        except TypeError as error:
+            raise ValueError(f"a prompt is a string or a list of whole token ids, not {prompt!r:.80}") from error
 
 
 def _is_ids(prompts: object) -> bool:

@@ -52,8 +52,21 @@ class SamplingParams:
     def __post_init__(self) -> None:
         def check(name: str, ok: bool, allowed: str) -> None:
             if not ok:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {allowed}")
+                raise ValueError(f"{name} is {getattr(self, name)!r:.80}; allowed: {allowed}")
 
+        def is_whole(value: object) -> bool:
+            return isinstance(value, int) and not isinstance(value, bool)
+
+        # Callers may write one string, or lists; inside they are tuples.
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("max_tokens", "top_k", "seed", "n", "logprobs"):
+            value = getattr(self, name)
+            check(name, value is None or is_whole(value), "a whole number")
+        for name in ("temperature", "top_p", "min_p"):
+            check(name, isinstance(getattr(self, name), (int, float)), "a number")
+        check("stop", all(isinstance(text, str) for text in self.stop), "a string, or several")
+        check("stop_token_ids", all(map(is_whole, self.stop_token_ids)), "whole numbers")
         check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "a whole number from 1")
         check("temperature", 0.0 <= self.temperature <= 100.0, "0 to 100")
         check("top_p", 0.0 < self.top_p <= 1.0, "above 0, up to 1")

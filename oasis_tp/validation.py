@@ -18,6 +18,7 @@ def validate_sparsity(sparsity: SparsityConfig, block_size: int, option: Callabl
     Raises:
         ValueError: a value outside its range; names the option, the value and what is allowed.
     """
+    _check_literals(sparsity, option)
     _check(option("budget_tokens"), sparsity.budget_tokens, sparsity.budget_tokens >= 1, "a whole number from 1")
     recent = sparsity.recent_tokens
     _check(option("recent_tokens"), recent, recent >= block_size, f"at least one block ({block_size} tokens)")
@@ -32,7 +33,8 @@ def validate(config: Config) -> None:
     Raises:
         ValueError: a value outside its range; names the option, the value and what is allowed.
     """
-    _check_literals(config)
+    for section in fields(config):
+        _check_literals(getattr(config, section.name), lambda name: "--" + name.replace("_", "-"))
     model, parallel, memory, batching = config.model, config.parallel, config.memory, config.batching
     _check("--model", model.model, bool(model.model), "a path, a Hugging Face id or smollm2")
     length = model.max_model_len
@@ -77,14 +79,12 @@ def validate(config: Config) -> None:
     _check("--port", server.port, 0 <= server.port <= 65535, "0 (any free port) to 65535")
 
 
-def _check_literals(config: Config) -> None:
-    """Values that are one of a few: Python callers reach a Config without the command line's own check."""
-    for section in fields(config):
-        values = getattr(config, section.name)
-        for name, hint in get_type_hints(type(values)).items():
-            if get_origin(hint) is Literal:
-                value, allowed = getattr(values, name), get_args(hint)
-                _check("--" + name.replace("_", "-"), value, value in allowed, ", ".join(map(str, allowed)))
+def _check_literals(section: object, option: Callable[[str], str]) -> None:
+    """Values that are one of a few: Python callers reach a section without the command line's own check."""
+    for name, hint in get_type_hints(type(section)).items():
+        if get_origin(hint) is Literal:
+            value, allowed = getattr(section, name), get_args(hint)
+            _check(option(name), value, value in allowed, ", ".join(map(str, allowed)))
 
 
 def _check(option: str, value: object, ok: bool, allowed: str) -> None:

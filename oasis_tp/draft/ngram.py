@@ -58,4 +58,6 @@ class NgramDrafter:
             self._length = 1
             return
         self._pause = 0
-        self._length = min(self.num_tokens, num_accepted + 1)
+        # A draft that was right to its end may have been cut short by its limit: it says nothing against longer ones.
+        longest = max(self._length, num_accepted + 1) if num_accepted == num_proposed else num_accepted + 1
+        self._length = min(self.num_tokens, longest)

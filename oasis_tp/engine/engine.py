@@ -16,9 +16,12 @@ from oasis_tp.engine.scheduler import Scheduler
 from oasis_tp.engine.startup import Started, start
 from oasis_tp.kv.layout import RUN_BLOCKS
 from oasis_tp.request import FinishReason, QueueFullError, Request, RequestSpec, SamplingParams, TokenOutput
+from oasis_tp.validation import validate_sparsity
 
 IDLE_SECONDS = 0.5
 """An idle rank 0 exchanges at least this often, so that waiting ranks know it lives."""
+
+STUCK = "held prompts leave the host tier too little room for this request: release them, or raise --host-kv-gb"
 
 
 class Engine:
@@ -40,6 +43,8 @@ class Engine:
         self.eos_token_ids = tuple(sorted(limits.eos_token_ids))
         self.on_output: Callable[[list[TokenOutput]], None] = lambda outputs: None
         self._inbox: queue.SimpleQueue[RequestSpec | int | None] = queue.SimpleQueue()
+        # Requests in the inbox: one counter is written by whoever submits, the other by the loop.
+        self._num_submitted = self._num_taken = 0
         self._stopping = False
         self._stats = EngineStats(kv_pages_total=limits.num_pages, host_blocks_total=limits.num_host_blocks)
 
@@ -63,6 +68,8 @@ class Engine:
         biased = [token for token, _ in spec.sampling.logit_bias if not 0 <= token < self.vocab_size]
         if biased:
             raise ValueError(f"logit_bias has token id {biased[0]}; this model's ids are 0 to {self.vocab_size - 1}")
+        if spec.sparsity is not None:
+            validate_sparsity(spec.sparsity, self.config.memory.block_size, lambda name: f"sparsity.{name}")
         request = self.scheduler.make_request(spec)
         wanted = request.sparsity
         if wanted.attention != "dense" and wanted.sketch not in self.runner.cache.sketches:
@@ -72,10 +79,25 @@ class Engine:
                 f"--attention resolve --sketch {wanted.sketch}"
             )
         limit = self.config.batching.max_num_queued_reqs
-        if limit_queue and len(self.scheduler.waiting) + self._inbox.qsize() >= limit:
+        num_waiting = len(self.scheduler.waiting) + self._num_submitted - self._num_taken
+        if limit_queue and num_waiting >= limit:
             raise QueueFullError(f"{limit} requests are waiting (--max-num-queued-reqs); try again later")
         if self.tp.rank == 0:
+            self._num_submitted += 1
             self._inbox.put(spec)
+
+    def check_num_outputs(self, count: int) -> None:
+        """Refuse at once what the queue could never hold, even empty.
+
+        Raises:
+            ValueError: more outputs than --max-num-queued-reqs.
+        """
+        limit = self.config.batching.max_num_queued_reqs
+        if count > limit:
+            raise ValueError(
+                f"{count} outputs are asked for at once (prompts times n); at most {limit} may queue up "
+                "(--max-num-queued-reqs)"
+            )
 
     def abort(self, request_id: int) -> None:
         """End a request, or the hold on a prompt, before the next step. Unknown ids are ignored."""
@@ -124,6 +146,8 @@ class Engine:
             ended = self.scheduler.commit(plan, sampled.token_ids)
             outputs += self._report(plan, sampled, ended)
             num_tokens = sum(map(len, sampled.token_ids))
+        elif (refused := self.scheduler.refuse_stuck()) is not None:
+            outputs.append(TokenOutput(request_id=refused, finish_reason=FinishReason.ERROR, error=STUCK))
         self._count(plan, num_tokens)
         self._emit(outputs)
         return True
@@ -167,6 +191,7 @@ class Engine:
         outputs = []
         for item in news:
             if isinstance(item, RequestSpec):
+                self._num_taken += 1
                 self.scheduler.add(item)
                 continue
             for request in self.scheduler.abort(item):

@@ -106,9 +106,10 @@ class Scheduler:
             )
         if limits.max_slots < num_pages < self._num_blocks(request):
             raise ValueError(
-                f"budget_tokens {request.sparsity.budget_tokens} keeps {num_pages} blocks on the device and this "
-                f"engine was planned for {limits.max_slots}: ask for less, or start it with a larger --budget-tokens "
-                "or --hot-factor"
+                f"budget_tokens {request.sparsity.budget_tokens}, recent_tokens {request.sparsity.recent_tokens} and "
+                f"sink_blocks {request.sparsity.sink_blocks} keep {num_pages} blocks on the device and this engine was "
+                f"planned for {limits.max_slots}: ask for less, or start it with a larger --budget-tokens or "
+                "--hot-factor"
             )
         num_runs = runs_for(self._num_blocks(request))
         if spec.fork_of is not None:
@@ -160,8 +161,10 @@ class Scheduler:
             if request.num_computed >= request.num_prompt_tokens and request.request_id not in started:
                 plan.decode.append(request)
         room = self.limits.max_num_batched_tokens - len(plan.decode)
+        prefilling = any(request.num_computed < request.num_prompt_tokens for request in self.running.values())
         for request in plan.decode:
-            plan.drafts.append(self._draft(request, room))
+            # Drafts may not starve prompts: a block's worth of tokens is theirs.
+            plan.drafts.append(self._draft(request, room - self.limits.block_size * prefilling))
             room -= len(plan.drafts[-1])
         for request in self.running.values():
             left = request.num_prompt_tokens - request.num_computed
@@ -207,6 +210,21 @@ class Scheduler:
                 self._finish(chunk.request, FinishReason.STOP)
         self._drop_idle_prefixes()
         return ended
+
+    def refuse_stuck(self) -> int | None:
+        """End the head of the queue if nothing can ever let it in: nothing runs, and held prompts take its room.
+
+        Call after a plan that is empty. Returns the id of the request that ended, None if there is none.
+        """
+        if self.running or not self.waiting:
+            return None
+        request = self.waiting[0]
+        self._finish(request, FinishReason.ERROR)
+        return request.request_id
+
+    def is_held(self, request_id: int) -> bool:
+        """The prompt of a hold is computed and kept."""
+        return request_id in self._prefixes
 
     def check_integrity(self) -> None:
         """Nothing lost, nothing owned twice; with no requests and no held prompts every pool is full again."""

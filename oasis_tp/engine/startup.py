@@ -74,7 +74,7 @@ def start(config: Config, extra_sketches: tuple[SketchKind, ...]) -> Started:
         speculation=config.speculation,
         sparsity=config.sparsity,
     )
-    _print_capacity(config.sparsity, model, cache, shape)
+    _print_capacity(config.sparsity, config.speculation.num_drafts, model, cache, shape)
     return Started(ModelRunner(model, cache, tp, Sampler(config.model.seed)), limits, model_dir)
 
 
@@ -98,9 +98,13 @@ def _cpu_library(tp: TpGroup, dtype: torch.dtype) -> list[ctypes.CDLL]:
     """The compiled CPU path where it applies, else nothing."""
     if tp.device.type != "cpu" or dtype != torch.float32:
         return []
-    library = load_library(cache_dir())
+    why = "no C++ compiler is found"
+    try:
+        library = load_library(cache_dir())
+    except ValueError as error:
+        library, why = None, str(error)
     if library is None and tp.rank == 0:
-        print("oasis_tp: no C++ compiler is found; decoding works, several times slower than with one", flush=True)
+        print(f"oasis_tp: {why}; decoding works, several times slower than with one", flush=True)
     return [] if library is None else [library]
 
 
@@ -123,9 +127,10 @@ def _choose_dtype(name: str, arch: ModelArch, device: torch.device) -> torch.dty
 def _plan_memory(config: Config, model: LlamaModel, max_model_len: int, extra: tuple[SketchKind, ...]) -> CacheShape:
     arch, tp, sparsity = model.arch, model.tp, config.sparsity
     batching = config.batching
-    if sparsity.attention != "dense" and tp.size > arch.num_kv_heads:
+    kinds = tuple(dict.fromkeys(((sparsity.sketch,) if sparsity.attention != "dense" else ()) + extra))
+    if kinds and tp.size > arch.num_kv_heads:
         raise ValueError(
-            f"--attention {sparsity.attention}: {tp.size} ranks share {arch.num_kv_heads} KV heads, and ranks that "
+            f"--attention resolve: {tp.size} ranks share {arch.num_kv_heads} KV heads, and ranks that "
             f"share a head do not select together yet; use --attention dense or at most {arch.num_kv_heads} ranks"
         )
     layout = KvLayout(
@@ -135,7 +140,6 @@ def _plan_memory(config: Config, model: LlamaModel, max_model_len: int, extra: t
         block_size=config.memory.block_size,
         dtype_bytes=model.dtype.itemsize,
     )
-    kinds = tuple(dict.fromkeys(((sparsity.sketch,) if sparsity.attention != "dense" else ()) + extra))
     per_head = sum(sketch_bytes_per_block(kind, arch.head_dim, layout.block_size) for kind in kinds)
     full = layout.num_blocks(max_model_len)
     tables = Residency.num_bytes(
@@ -188,7 +192,9 @@ def _agree(tp: TpGroup, shape: CacheShape, sparsity: SparsityConfig, num_drafts:
     return replace(shape, capacity=capacity, host_tier=bool(host), max_slots=slots)
 
 
-def _print_capacity(sparsity: SparsityConfig, model: LlamaModel, cache: KvCache, shape: CacheShape) -> None:
+def _print_capacity(
+    sparsity: SparsityConfig, num_drafts: int, model: LlamaModel, cache: KvCache, shape: CacheShape
+) -> None:
     """One line per rank and what fits, printed by rank 0."""
     tp, capacity = model.tp, shape.capacity
     sketch = sum(tensor.nbytes for kind in cache.sketches.values() for tensor in kind.tensors())
@@ -206,7 +212,7 @@ def _print_capacity(sparsity: SparsityConfig, model: LlamaModel, cache: KvCache,
             flush=True,
         )
     full = shape.layout.num_blocks(shape.max_model_len)
-    selection = SelectionLayout.from_config(sparsity, shape.layout.block_size, capacity.hot_factor)
+    selection = SelectionLayout.from_config(sparsity, shape.layout.block_size, capacity.hot_factor, num_drafts)
     own = selection.num_pages(full, host_tier=shape.host_tier)
     fit = min(capacity.num_pages // own, capacity.num_host_blocks // (runs_for(full) * RUN_BLOCKS), shape.max_num_seqs)
     factor = "" if selection.budget is None else f", hot factor {selection.hot_factor:.3g}"

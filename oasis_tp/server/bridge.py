@@ -114,6 +114,8 @@ class EngineBridge:
         """
         if self.dead is not None:
             raise EngineDeadError(self.dead)
+        # Before anything is built: a small body may ask for millions of outputs, and they could never queue up.
+        self._engine.check_num_outputs(len(prompts) * sampling.n)
         specs = [
             spec
             for prompt in prompts

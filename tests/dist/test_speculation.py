@@ -1,5 +1,6 @@
 """Contract 4 on a tiny random model: drafts change no token and no logprob, right or wrong, and leave nothing behind."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from oasis_tp.draft.ngram import NgramDrafter
 from oasis_tp.llm import LLM
 from oasis_tp.request import SamplingParams
 from tests.dist.test_contracts import GREEDY, SMALL, answers, assert_token_equal, prompts
+from tests.dist.ranks import run_on_ranks
 from tests.tiny import make_tiny
 
 DRAFTS = {"spec_method": "ngram", "spec_tokens": 4, "recent_tokens": 32}
@@ -45,13 +47,42 @@ def know_the_answers(monkeypatch: pytest.MonkeyPatch, reference: list[dict[str, 
     monkeypatch.setattr(NgramDrafter, "propose", propose)
 
 
-@pytest.mark.parametrize("hot_factor", [1, 2, 4])
+def watch_rows(llm: LLM) -> None:
+    """No row stands past its request's reservation, and only blocks whose tokens are all committed are sealed."""
+    cache, scheduler = llm.engine.runner.cache, llm.engine.scheduler
+    prepare, seal, sample = cache.prepare, cache.seal, llm.engine.runner.sampler.sample
+    committed: dict[int, int] = {}
+
+    def checked_prepare(states: list[Any], positions: list[int]) -> Any:
+        owners = {request.row: request for request in scheduler.running.values()}
+        for state, position in zip(states, positions, strict=True):
+            request = owners[state.row]
+            assert position < request.max_total_tokens - 1, "the last token of a request is never computed"
+            committed[state.row] = request.num_tokens
+        return prepare(states, positions)
+
+    def checked_sample(logits: Any, requests: list[Any], drafts: Any) -> Any:
+        sampled = sample(logits, requests, drafts)
+        for request, tokens in zip(requests, sampled.token_ids, strict=True):
+            committed[request.row] = request.num_tokens + len(tokens) - 1
+        return sampled
+
+    def checked_seal(state: Any, block: int) -> None:
+        assert (block + 1) * cache.layout.block_size <= committed[state.row], "a block was sealed with drafts in it"
+        seal(state, block)
+
+    cache.prepare, cache.seal = checked_prepare, checked_seal  # type: ignore[method-assign]
+    llm.engine.runner.sampler.sample = checked_sample  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("hot_factor", [1, 2, 2.5, 4])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_same_tokens_with_drafts(
     model: str, reference: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, hot_factor: int, compiled: bool
 ) -> None:
     know_the_answers(monkeypatch, reference, 0.8)
     llm = LLM(model, hot_factor=hot_factor, **(PLAIN | DRAFTS))
+    watch_rows(llm)
     if not compiled:
         llm.engine.runner.cache.cpu = None
     got = answers(llm, prompts())
@@ -95,9 +126,11 @@ def test_ngram_repeats_what_repeats(model: str) -> None:
     prompt = prompts()[1] * 3
     sampling = SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
     expected = plain.generate(prompt, sampling)[0].outputs[0]
+    before = plain.engine.stats().steps
     got = drafted.generate(prompt, sampling)[0].outputs[0]
     assert got.token_ids == expected.token_ids
-    assert got.kv is not None and got.kv.draft_tokens > 0
+    assert got.kv is not None and got.kv.accepted_tokens > 0
+    assert drafted.engine.stats().steps < before
 
 
 def test_sampled_tokens_are_the_same_with_drafts(
@@ -110,6 +143,34 @@ def test_sampled_tokens_are_the_same_with_drafts(
     drafted = [o.outputs[0] for o in llm.generate(prompts(), sampling)]
     assert [o.token_ids for o in drafted] == plain
     assert all(o.kv is not None and o.kv.accepted_tokens > 0 for o in drafted)
+
+
+def rank_drafts(rank: int, model: str, reference: list[dict[str, Any]], out: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        know_the_answers(patch, reference, 0.8)
+        got = answers(LLM(model, hot_factor=4, check_ranks=True, comm="gloo", **(PLAIN | DRAFTS)), prompts())
+    (out / f"{rank}.json").write_text(json.dumps(got))
+
+
+def test_same_tokens_with_drafts_on_two_ranks(model: str, reference: list[dict[str, Any]], tmp_path: Path) -> None:
+    run_on_ranks(2, tmp_path / "store", rank_drafts, model, reference, tmp_path)
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert_token_equal(first, reference)
+    assert [a["ids"] for a in second] == [a["ids"] for a in first]
+    assert all(a["kv"]["accepted_tokens"] > 20 for a in first)
+
+
+def test_a_stop_string_ends_the_same_tokens(
+    model: str, reference: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = LLM(model, hot_factor=4, **PLAIN)
+    text = plain.tokenizer.decode(reference[0]["ids"][:40])
+    sampling = SamplingParams(max_tokens=96, temperature=0.0, ignore_eos=True, stop=text[-3:])
+    expected = plain.generate(prompts()[0], sampling)[0].outputs[0]
+    know_the_answers(monkeypatch, reference, 1.0)
+    got = LLM(model, hot_factor=4, **(PLAIN | DRAFTS)).generate(prompts()[0], sampling)[0].outputs[0]
+    assert expected.finish_reason == "stop" and len(expected.token_ids) <= 40
+    assert (got.token_ids, got.text, got.finish_reason) == (expected.token_ids, expected.text, "stop")
 
 
 def test_an_answer_ends_where_it_would_without_drafts(model: str, reference: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,6 +111,10 @@ class FakeEngine:
             self._live[spec.request_id] = 0
             self._change.notify_all()
 
+    def check_num_outputs(self, count: int) -> None:
+        if count > 1024:
+            raise ValueError(f"{count} outputs are asked for at once")
+
     def abort(self, request_id: int) -> None:
         with self._change:
             if self._live.pop(request_id, None) is not None:
