@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -126,15 +128,15 @@ class Source:
 @contextmanager
 def poisoned() -> Iterator[None]:
     """torch.empty is filled with NaN (integers: their maximum), so that what a kernel does not write is seen."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    try:
+    plain_empty = torch.empty
+
+    def empty(*shape: Any, **options: Any) -> torch.Tensor:
+        made = plain_empty(*shape, **options)
+        return made.fill_(math.nan if made.is_floating_point() else torch.iinfo(made.dtype).max)
+
+    # torch's own filling of uninitialised memory would load its whole compiler.
+    with patch.object(torch, "empty", empty):
         yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 
 
 def worst(kernel: str, case: Case) -> float:

@@ -15,7 +15,7 @@ SHARED = {"__version__", "config", "request", "sharding"}
 MAY_IMPORT = {
     "server": {"server", "validation", "models.tokenizer", "models.hub"} | SHARED,
     "server.bridge": {"server", "validation", "engine"} | SHARED,
-    "engine": {"engine", "models", "sparse", "draft", "kv", "nn", "comm"} | SHARED,
+    "engine": {"engine", "models", "sparse", "draft", "kv", "nn", "comm", "validation"} | SHARED,
     # comm: models name the group's type and pass it on to nn.
     "models": {"models", "nn", "comm"} | SHARED,
     "nn": {"nn", "comm", "kernels", "sparse"} | SHARED,
