@@ -14,7 +14,7 @@ candidate) over the memory bandwidth measured in the same run.
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -24,6 +24,7 @@ from typing import Any, get_args
 
 import torch
 
+from oasis_tp.bench.arguments import check_least, names, numbers
 from oasis_tp.bench.ceiling import bytes_per_second, read_weight_bytes, step_bytes
 from oasis_tp.bench.contest import Contestant, Rivals, dtype_name
 from oasis_tp.bench.decode_report import draw, format_ceilings, format_parts, format_rows
@@ -101,14 +102,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2", help="as for oasis_tp.serve (default: smollm2)")
     parser.add_argument("--revision", default=None, help="branch, tag or commit of a Hugging Face id")
     parser.add_argument(
-        "--contexts", type=_numbers, default=[8192], help="tokens of prompt and output, with commas (default: 8192)"
+        "--contexts", type=numbers, default=[8192], help="tokens of prompt and output, with commas (default: 8192)"
     )
-    parser.add_argument("--batches", type=_numbers, default=[4], help="requests in a step, with commas (default: 4)")
+    parser.add_argument("--batches", type=numbers, default=[4], help="requests in a step, with commas (default: 4)")
     modes = get_args(AttentionMode)
-    parser.add_argument("--modes", type=_names(modes), default=list(modes), help=f"(default: {','.join(modes)})")
+    parser.add_argument("--modes", type=names(modes), default=list(modes), help=f"(default: {','.join(modes)})")
     parser.add_argument(
         "--peers",
-        type=_names(PEERS),
+        type=names(PEERS),
         default=[],
         help=f"other engines beside it, of {','.join(PEERS)}; `make bench-peers` installs them (default: none)",
     )
@@ -129,29 +130,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, default=None, metavar="PNG", help="draw time against context to a file")
 
 
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(number) for number in text.split(",")]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers with commas between them") from error
-
-
-def _names(allowed: tuple[str, ...]) -> Callable[[str], list[str]]:
-    def convert(text: str) -> list[str]:
-        names = text.split(",") if text else []
-        for name in names:
-            if name not in allowed:
-                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(allowed)}")
-        return names
-
-    return convert
-
-
 def _check(args: argparse.Namespace) -> None:
-    for option in ("contexts", "batches", "steps", "rounds"):
-        value = getattr(args, option)
-        if min(value if isinstance(value, list) else [value]) < 1:
-            raise ValueError(f"--{option} {value}: at least 1")
+    check_least(args, contexts=1, batches=1, steps=1, rounds=1)
     num_new = 1 + WARM_STEPS + args.steps
     if min(args.contexts) <= num_new:
         raise ValueError(f"--contexts {min(args.contexts)}: more than the {num_new} tokens that are generated")

@@ -12,7 +12,6 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from oasis_tp.engine.decode_batch import DecodeBatch
 from oasis_tp.engine.model_runner import ModelRunner, Segment
 from oasis_tp.engine.plan import PrefillChunk, StepPlan
 from oasis_tp.models.registry import load_arch
@@ -68,18 +67,12 @@ class RepeatingRunner(ModelRunner):
         return logits
 
     def _attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        batch: DecodeBatch,
-        segments: list[Segment],
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: list[Segment]
     ) -> torch.Tensor:
         for segment in segments:
             if segment.chunk.stop == self.period:
                 self._last_query[layer] = q[segment.last - 1]
-        return super()._attend(layer, q, k, v, batch, segments)
+        return super()._attend(layer, q, k, v, segments)
 
     def _repeat(self, chunk: PrefillChunk) -> None:
         """Give a chunk the keys, turned on, and the values of the tokens whole periods before it."""
