@@ -208,23 +208,31 @@ def measure(
         for mode, sparsity in modes.items()
     ]
     for one in own:
-        one.decode()  # touches the memory by which room for the peers is judged
+        one.decode()  # does not count; it touches the memory by which room for the peers is judged
     dense = step_bytes(weights, layout, SparsityConfig(attention="dense"), context, batch)
     with rivals.at(context, batch, dense) as theirs:
+        _take_turns(rivals, theirs, context, batch)
+        for peer in theirs:
+            peer.turns.clear()  # nor do the peers' first
         for _ in range(args.rounds):
             for one in own:
                 one.turns.append(one.decode())
-            for peer in list(theirs):
-                try:
-                    peer.turns.append(peer.decode())
-                except PeerError as error:
-                    rivals.report(peer.engine, error, context=context, batch=batch)
-                    theirs.remove(peer)
+            _take_turns(rivals, theirs, context, batch)
     for one, sparsity in zip(own, modes.values(), strict=True) if not args.no_profile else ():
         timer = PartTimer(engine.tp.device)
         forks.decode(held, sparsity, batch, args.steps, timer)
         one.parts_ms = {part: seconds * 1e3 for part, seconds in timer.median_step().items()}
     return own + theirs
+
+
+def _take_turns(rivals: Rivals, theirs: list[Contestant], context: int, batch: int) -> None:
+    """A turn of every peer; one that fails is reported and leaves the list."""
+    for peer in list(theirs):
+        try:
+            peer.turns.append(peer.decode())
+        except PeerError as error:
+            rivals.report(peer.engine, error, context=context, batch=batch)
+            theirs.remove(peer)
 
 
 def _print(

@@ -17,6 +17,9 @@ from oasis_tp.engine.plan import PrefillChunk, StepPlan
 from oasis_tp.models.registry import load_arch
 from oasis_tp.nn.rotary import apply_rotary
 
+CERTAIN = 100.0
+"""A logit beside which zeros have no chance."""
+
 
 @contextmanager
 def stretched(model_dir: Path, num_tokens: int) -> Iterator[Path]:
@@ -60,9 +63,11 @@ class RepeatingRunner(ModelRunner):
                 segment.end.last_query.copy_(self._turned(self._last_query, shift))
             segments.append(segment)
         logits = None
-        if self.tp.rank == 0:  # any token may be the first
-            num_ends = sum(chunk.is_last for chunk in plan.prefill)
-            logits = torch.zeros(num_ends, self.model.arch.vocab_size, device=self.model.device)
+        if self.tp.rank == 0:  # the first token is the one that the repetition has there
+            ends = [chunk for chunk in plan.prefill if chunk.is_last]
+            logits = torch.zeros(len(ends), self.model.arch.vocab_size, device=self.model.device)
+            for row, chunk in zip(logits, ends, strict=True):
+                row[chunk.request.spec.prompt_ids[chunk.stop % self.period]] = CERTAIN
         self._finish_prompts(plan, segments, logits)
         return logits
 

