@@ -163,6 +163,8 @@ class Request:
     max_total_tokens: int
     sparsity: SparsityConfig
     output_ids: list[int] = field(default_factory=list)
+    draft_ids: tuple[int, ...] = ()
+    """What may follow the last token, proposed for the next step; the same on every rank."""
     num_computed: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0

@@ -1,4 +1,4 @@
-"""Engine: the loop that every rank runs. Exchange, plan, run, commit."""
+"""Engine: the loop that every rank runs. Exchange, plan, run, commit; then draft for the next step."""
 
 import json
 import queue
@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 import torch
 
 from oasis_tp.config import Config, SketchKind, SparsityConfig
+from oasis_tp.engine.drafting import draft
 from oasis_tp.engine.plan import StepPlan
 from oasis_tp.engine.report import EngineStats, kv_stats
 from oasis_tp.engine.sampler import Sampled
@@ -35,6 +36,7 @@ class Engine:
         limits = started.limits
         self.config = config
         self.runner = started.runner
+        self.drafter = started.drafter
         self.tp = started.runner.tp
         self.model_dir = started.model_dir
         self.scheduler = Scheduler(limits)
@@ -145,6 +147,7 @@ class Engine:
             sampled = self.runner.run(plan, self.scheduler)
             ended = self.scheduler.commit(plan, sampled.token_ids)
             outputs += self._report(plan, sampled, ended)
+            self._draft(plan)
             num_tokens = sum(map(len, sampled.token_ids))
         elif (refused := self.scheduler.refuse_stuck()) is not None:
             outputs.append(TokenOutput(request_id=refused, finish_reason=FinishReason.ERROR, error=STUCK))
@@ -158,6 +161,14 @@ class Engine:
         for state in self.runner.states.values():
             if not state.resident:
                 self.runner.cache.residency.check_row(state.row)
+
+    def _draft(self, plan: StepPlan) -> None:
+        """Drafts for the requests that decode next."""
+        if self.drafter is None:
+            return
+        for row in plan.released_rows:
+            self.drafter.release(row)
+        draft(self.drafter, self.tp, self.scheduler.wanted_drafts())
 
     def _exchange(self, wait: bool) -> tuple[list[RequestSpec | int], bool]:
         """Rank 0's news to every rank: requests, and ids to abort, in order. A fixed header, a payload if any."""

@@ -10,6 +10,8 @@ import torch
 
 from oasis_tp.comm import TpGroup
 from oasis_tp.config import Config, SketchKind, SparsityConfig
+from oasis_tp.draft.drafter import Drafter
+from oasis_tp.engine.drafting import make_drafter
 from oasis_tp.engine.kv_cache import CacheShape, KvCache
 from oasis_tp.engine.memory import GIB, kv_memory
 from oasis_tp.engine.model_runner import ModelRunner
@@ -33,6 +35,7 @@ class Started:
     """What an engine is made of."""
 
     runner: ModelRunner
+    drafter: Drafter | None
     limits: SchedulerLimits
     model_dir: Path
 
@@ -75,7 +78,8 @@ def start(config: Config, extra_sketches: tuple[SketchKind, ...]) -> Started:
         sparsity=config.sparsity,
     )
     _print_capacity(config.sparsity, config.speculation.num_drafts, model, cache, shape)
-    return Started(ModelRunner(model, cache, tp, Sampler(config.model.seed)), limits, model_dir)
+    runner = ModelRunner(model, cache, tp, Sampler(config.model.seed))
+    return Started(runner, make_drafter(config.speculation), limits, model_dir)
 
 
 def _on_every_rank(tp: TpGroup, action: Callable[[], T]) -> T:
