@@ -12,10 +12,12 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+BlockCopy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 SOURCE = Path(__file__).with_name("cpu.cpp")
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-shared", "-fPIC")
 KINDS = {"minmax": 0, "1bit": 1, "2bit": 2}
@@ -42,8 +44,8 @@ class Layer(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_heads", "group", "head_dim", "block_size")),
         ("pool", ctypes.c_void_p),
         ("wide_tables", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("block_in_slot", "slot_of_block", "last_selected")),
-        *((name, ctypes.c_int64) for name in ("max_slots", "max_blocks")),
+        *((name, ctypes.c_void_p) for name in ("block_in_slot", "slot_of_block", "last_selected", "fetched")),
+        *((name, ctypes.c_int64) for name in ("max_slots", "max_blocks", "in_flight")),
     ]
 
 
@@ -59,6 +61,7 @@ class Row(ctypes.Structure):
             for name in (
                 *("table_row", "position", "first", "last", "budget", "num_slots"),
                 *("resident", "use_tail", "recall", "tick"),
+                *("probe", "reach", "fetch_limit"),
             )
         ),
     ]
@@ -74,13 +77,16 @@ class _Work(ctypes.Structure):
                 *("missed_mass", "missed_blocks"),
             )
         ),
+        ("max_fetches", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("fetches", "num_fetches", "prefetched", "must_wait")),
     ]
 
 
 class Step:
     """One step's rows and the buffers its layers share. `rows` is kept alive with what it points to by the caller.
 
-    `missed_mass` [row, head] float64 and `missed_blocks` [row, head] int64 add up over the layers.
+    `missed_mass` [row, head] float64, `missed_blocks` [row, head] int64 and `prefetched` [row, head, 3] int64 (background
+    loads ordered, selected after they landed, selected before) add up over the layers.
     """
 
     def __init__(self, rows: list[Row], num_heads: int, group: int, block_size: int) -> None:
@@ -92,6 +98,11 @@ class Step:
         self.missed_mass = torch.zeros(len(rows), num_heads, dtype=torch.float64)
         self.missed_blocks = torch.zeros(len(rows), num_heads, dtype=torch.int64)
         self.loads = torch.empty(3, pairs * max_blocks, dtype=torch.int64)
+        max_fetches = max(row.fetch_limit for row in rows)
+        self.prefetched = torch.zeros(len(rows), num_heads, 3, dtype=torch.int64)
+        self.fetches = torch.empty(3, len(rows), num_heads, max_fetches, dtype=torch.int64)
+        self.num_fetches = torch.empty(len(rows), num_heads, dtype=torch.int64)
+        self.must_wait = torch.zeros(1, dtype=torch.int64)
         self._buffers = (
             torch.empty(pairs, dtype=torch.int64),
             torch.empty(pairs, max_blocks, dtype=torch.int64),
@@ -100,7 +111,20 @@ class Step:
             torch.empty(pairs, group * max_candidates),
         )
         addresses = [x.data_ptr() for x in (*self._buffers, self.loads, self.missed_mass, self.missed_blocks)]
-        self.work = _Work(max_blocks, max_chosen, max_candidates, *addresses)
+        ahead = (self.fetches, self.num_fetches, self.prefetched, self.must_wait)
+        self.work = _Work(
+            max_blocks, max_chosen, max_candidates, *addresses, max_fetches, *(x.data_ptr() for x in ahead)
+        )
+
+    def ahead(self) -> list[tuple[int, torch.Tensor]]:
+        """What the layer's rows want in the background: table row and [3, n] int64 heads, host blocks and pages."""
+        wanted = []
+        for index, row in enumerate(self.rows):
+            counts = self.num_fetches[index].tolist() if row.fetch_limit else []
+            parts = [self.fetches[:, index, head, :count] for head, count in enumerate(counts) if count]
+            if parts:
+                wanted.append((row.table_row, torch.cat(parts, dim=1)))
+        return wanted
 
 
 def load(cache_dir: Path) -> ctypes.CDLL | None:
@@ -130,6 +154,7 @@ def load(cache_dir: Path) -> ctypes.CDLL | None:
     loaded = ctypes.CDLL(str(library))
     loaded.oasis_select.restype = ctypes.c_int64
     loaded.oasis_attend.restype = None
+    loaded.oasis_copy_blocks.restype = None
     return loaded
 
 
@@ -161,6 +186,24 @@ def attend(library: ctypes.CDLL, layer: Layer, index: int, step: Step, q: torch.
         ctypes.c_int64(torch.get_num_threads()),
     )  # fmt: skip
     return out
+
+
+def block_copier(library: ctypes.CDLL) -> BlockCopy:
+    """A function (target, targets, source, sources): target[targets] = source[sources], any dtype.
+
+    target and source are [n, width], contiguous; targets and sources [m] int64.
+    """
+
+    def copy(target: torch.Tensor, targets: torch.Tensor, source: torch.Tensor, sources: torch.Tensor) -> None:
+        assert target.is_contiguous() and source.is_contiguous() and target.stride(0) == source.stride(0)
+        assert targets.dtype == sources.dtype == torch.int64 and targets.shape == sources.shape
+        targets, sources = targets.contiguous(), sources.contiguous()
+        library.oasis_copy_blocks(
+            *(ctypes.c_void_p(x.data_ptr()) for x in (target, targets, source, sources)),
+            ctypes.c_int64(targets.numel()), ctypes.c_int64(target.stride(0) * target.itemsize),
+        )  # fmt: skip
+
+    return copy
 
 
 def _check(layer: Layer, step: Step, q: torch.Tensor) -> None:
