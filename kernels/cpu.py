@@ -95,8 +95,8 @@ class _Work(ctypes.Structure):
 class Step:
     """One step's rows and the buffers its layers share. `rows` is kept alive with what it points to by the caller.
 
-    `missed_mass` [row, head] float64, `missed_blocks` [row, head] int64 and `prefetched` [row, head, 3] int64 (background
-    loads ordered, selected after they landed, selected before) add up over the layers.
+    `missed_mass` [row, head] float64, `missed_blocks` [row, head] int64 and `prefetched` [row, head, 3] int64 (blocks
+    ordered in the background, selected after they landed, selected before) add up over the layers.
     """
 
     def __init__(self, rows: list[Row], num_heads: int, group: int, block_size: int) -> None:

@@ -93,20 +93,17 @@ class KvCache:
         num_blocks = self.layout.num_blocks(request.max_total_tokens)
         host_blocks = torch.tensor(request.host_blocks[:num_blocks], dtype=torch.int64)
         self.residency.clear(request.row)
-        resident = len(request.pages) == num_blocks
         return RowState(
             row=request.row,
             selection=selection,
             pages=torch.tensor(request.pages, dtype=torch.int64, device=self.device),
             host_blocks=host_blocks.to(self.device),
             host_blocks_cpu=host_blocks,
-            resident=resident,
+            resident=len(request.pages) == num_blocks,
             sketch=None if selection.budget is None else self.sketches[request.sparsity.sketch],
             use_tail=request.sparsity.tail_estimate,
-            stats=RowStats(
-                torch.zeros((), device=self.device), torch.zeros(3, dtype=torch.int64, device=self.device)
-            ),
-            lookahead=NONE if resident or not prefetch else Lookahead.of(selection, request.sparsity.fetch_ratio),
+            stats=RowStats(torch.zeros((), device=self.device), torch.zeros(3, dtype=torch.int64, device=self.device)),
+            lookahead=Lookahead.of(selection, request.sparsity.fetch_ratio) if prefetch else NONE,
             recall=request.sparsity.attention != "paper",
         )
 
@@ -251,7 +248,9 @@ class KvCache:
         assert batch.open_pages is not None and batch.offsets is not None
         self.pool.write_tokens(layer, batch.open_pages[layer], batch.offsets, k, v)
         if self.transfers is not None and not all(row.state.recall for row in batch.rows):
-            self.transfers.settle(layer)  # without recall, what has landed shows in the answer: make it what was ordered
+            self.transfers.settle(
+                layer
+            )  # without recall, what has landed shows in the answer: make it what was ordered
         if self.cpu is not None and batch.cpu_step is not None:
             out = self.cpu.run(layer, batch.cpu_step, q.contiguous())
             if layer == self.layout.num_layers - 1:

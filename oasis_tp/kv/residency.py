@@ -11,9 +11,9 @@ class Residency:
     """Two tables that are each other's inverse, and when each slot was last selected or filled in the background.
 
     A request in row r owns slots 0 .. num_slots-1; the scheduler's block_table says which page each slot is.
-    `tick` counts decode steps; a slot's stamp is the tick of its last selection. A block that a background load brings is
-    resident from the order on; its slot notes the order's tick in `fetched`, and is in flight while that is the tick of
-    the layer's load under way (`in_flight` below, see kv/transfers.py).
+    `tick` counts decode steps; a slot's stamp is the tick of its last selection. A block that a background load brings
+    is resident from the order on; its slot notes the order's tick in `fetched`, and is in flight while that is the tick
+    of the layer's load under way (`in_flight` below, see kv/transfers.py).
     """
 
     def __init__(
@@ -121,8 +121,8 @@ class Residency:
     ) -> None:
         """Find a slot for the block that the next token begins, in every layer and head.
 
-        Between steps nothing is being read, so blocks of this step may go; slots in flight may not, and they never fill a
-        row's slots (see sparse/lookahead.py). in_flight [layer] int32.
+        Between steps nothing is being read, so blocks of the last step may go; slots in flight may not, and they never
+        fill a row's slots (see sparse/lookahead.py). in_flight [layer] int32.
         """
         held = self.block_in_slot[:, row, :, :num_slots]
         fetched = self.fetched[:, row, :, :num_slots]

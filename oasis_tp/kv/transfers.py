@@ -15,6 +15,7 @@ from oasis_tp.kv.device_pool import DevicePool
 from oasis_tp.kv.host_tier import HostTier
 from oasis_tp.kv.residency import NOTHING
 
+
 @dataclass(slots=True)
 class Ticket:
     """A copy that was ordered. Whoever reads its destination, or overwrites its source, waits on it first."""
@@ -69,8 +70,8 @@ class Transfers:
     it, on a copy engine that keeps no order of its own: `store_block`, a sealed block on its way home, and `prefetch`,
     blocks that a later row may select. Host bytes are read by copies only. Why no two of them race:
 
-    - A prefetch comes after all compute given out when it is ordered: the readers of the slots it overwrites (slots that
-      this step selects are no victims, see kv/residency.py), and the copies in line that wrote them.
+    - A prefetch comes after all compute given out when it is ordered: the readers of the slots it overwrites (what this
+      step selects is no victim, see kv/residency.py), and the copies in line that wrote them.
     - Who reads a slot that may be in flight asks `in_flight` and calls `settle` first. A slot in flight is given up
       only by who has settled it.
     - `load` and `prefetch` come after every store ordered before them. So a block that is fetched is home, and the page
@@ -211,6 +212,7 @@ class Transfers:
         return self._loaded(source.shape[0] * host_blocks.numel())
 
     def _submit(self, order: _Order, target: torch.Tensor, source: torch.Tensor, after: list[Point]) -> None:
+        @torch.inference_mode()  # a mode of the thread: the worker's is not the compute's
         def copy() -> None:
             for part in order.parts:
                 if self._begin(part):
@@ -252,11 +254,11 @@ class Transfers:
 
 
 class CopyStream:
-    """Copies on a CUDA stream beside the compute's. Its priority is the lowest there is, which is the compute's own too;
-    that copies are launched as few programs leaves the compute its processors.
+    """Copies on a CUDA stream beside the compute's. Its priority is the lowest there is, which is the compute's own
+    too; that copies are launched as few programs leaves the compute its processors.
 
-    A copy is launched when it is submitted, so nothing of it can be taken back; it keeps its index tensors until its end
-    is reached, and the allocator does not give them to the compute before.
+    A copy is launched when it is submitted, so nothing of it can be taken back; it keeps its index tensors until its
+    end is reached, and the allocator does not give them to the compute before.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -303,8 +305,9 @@ def _gather(target: torch.Tensor, targets: torch.Tensor, source: torch.Tensor, s
 
     width = target.shape[1] & -target.shape[1]  # the kernel moves powers of two: a block may be several
     pieces = torch.arange(target.shape[1] // width, device=targets.device)
-    indices = [
-        (index[:, None] * len(pieces) + pieces).to(torch.int32).reshape(1, 1, -1) for index in (sources, targets)
-    ]
-    count = torch.full((1, 1), indices[0].numel(), dtype=torch.int32, device=targets.device)
-    gather(source.view(1, -1, width), target.view(-1, 1, width), *indices, count)
+
+    def index(blocks: torch.Tensor) -> torch.Tensor:
+        return (blocks[:, None] * len(pieces) + pieces).to(torch.int32).view(1, 1, -1)
+
+    count = torch.full((1, 1), sources.numel() * len(pieces), dtype=torch.int32, device=targets.device)
+    gather(source.view(1, -1, width), target.view(-1, 1, width), index(sources), index(targets), count)

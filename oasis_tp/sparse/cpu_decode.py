@@ -26,8 +26,8 @@ class CpuDecode:
     """What kernels/cpu.cpp reads, as addresses taken once; the tensors behind them are the cache's and outlive this.
 
     Residency tables are updated in place, as the torch path does; copies go through `Transfers` between the two calls
-    of a layer, and what a verify row reads is waited for before pages are read. What is ordered ahead overwrites slots that
-    no row of this step reads, so it need not wait for the second call.
+    of a layer, and what a verify row reads is waited for before pages are read. What is ordered ahead overwrites slots
+    that no row of this step reads, so it need not wait for the second call.
     """
 
     def __init__(

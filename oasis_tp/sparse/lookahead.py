@@ -1,12 +1,14 @@
-"""Lookahead: which blocks a row brings to the device for the rows after it. Nothing here changes what a row attends."""
+"""Lookahead: which blocks a row brings to the device for the rows after it. It never changes what a row attends."""
 
 import math
 from dataclasses import dataclass
 
 import torch
 
+from oasis_tp.kv.layout import SelectionLayout
+
 HYSTERESIS = 0.25
-"""Blocks ranked just under the budget are wanted too, this share of it: where neighbouring rows differ, they differ there."""
+"""Blocks ranked just under the budget are wanted too, this share of it: there neighbouring rows differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,19 +21,21 @@ class Lookahead:
     """How many of the row's best candidates are wanted."""
 
     @classmethod
-    def of(cls, budget: int, fetch_ratio: float, num_open: int) -> "Lookahead":
-        """For `budget` blocks per row, of which at most the share `fetch_ratio` may move.
+    def of(cls, selection: SelectionLayout, fetch_ratio: float) -> "Lookahead":
+        """At most the share `fetch_ratio` of the budget moves.
 
-        `num_open` blocks may begin in one step. Their slots are the victims that a row always leaves: the blocks it
-        selects itself.
+        What a step's rows selected is never in flight, so blocks that begin in the next step find victims among it; a
+        budget too small for that orders nothing.
         """
-        limit = math.ceil(round(fetch_ratio * budget, 6)) if budget >= num_open else 0
-        return cls(limit, budget + math.ceil(HYSTERESIS * budget))
+        budget = selection.budget
+        if budget is None or budget < selection.num_open:
+            return NONE
+        return cls(math.ceil(round(fetch_ratio * budget, 6)), budget + math.ceil(HYSTERESIS * budget))
 
 
 NONE = Lookahead(0, 0)
 
 
 def most_wanted(scores: torch.Tensor, reach: int) -> torch.Tensor:
-    """The `reach` best candidates per head, best first, ties by lower id: scores [head, n] -> positions [head, reach]."""
+    """The `reach` best candidates per head, best first, ties by lower id: scores [head, n] -> positions of the same."""
     return torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :reach]

@@ -10,9 +10,9 @@ from oasis_tp.kv.transfers import Transfers, _index_copy
 class Scrambled:
     """Copies run whenever chance wants, as far as the points they come after let them.
 
-    With `queued`, as on a GPU: compute runs late too, in its own order, given through `run`; and a copy is launched when it
-    is submitted (so it cannot be dropped any more), though its bytes move later. Without, as on a CPU: compute is done at
-    once, and a copy decides when it begins what of it is still wanted.
+    With `queued`, as on a GPU: compute runs late too, in its own order, given through `run`; and a copy is launched
+    when it is submitted (so it cannot be dropped any more), though its bytes move later. Without, as on a CPU: compute
+    is done at once, and a copy decides when it begins what of it is still wanted.
     """
 
     def __init__(self, rng: random.Random, queued: bool) -> None:

@@ -1,7 +1,7 @@
-"""Contract 6: copies that are delayed and reordered wherever no edge forbids it change no byte; without an edge they do.
+"""Contract 6: copies delayed and reordered wherever no edge forbids it change no byte; without an edge they do.
 
-A small decoder of requests that come, go, and take over each other's pages and host blocks, on the real pools, residency
-and transfers, with attention over true keys and values beside it.
+A small decoder of requests that come, go, and take over each other's pages and host blocks, on the real pools,
+residency and transfers, with attention over true keys and values beside it.
 """
 
 import random
@@ -54,7 +54,12 @@ class World:
         self.transfers = Transfers(pool, host, self.engine)
         self.engine.attach(self.transfers)
         self.residency = Residency(
-            num_layers=LAYERS, num_rows=ROWS, num_heads=HEADS, max_slots=SLOTS, max_blocks=MAX_BLOCKS, device=pool.kv.device
+            num_layers=LAYERS,
+            num_rows=ROWS,
+            num_heads=HEADS,
+            max_slots=SLOTS,
+            max_blocks=MAX_BLOCKS,
+            device=pool.kv.device,
         )
         self.free_rows = list(range(ROWS))
         self.free_pages, self.free_blocks = list(range(ROWS * SLOTS)), list(range(ROWS * MAX_BLOCKS))
@@ -90,7 +95,7 @@ class World:
         shape = (HEADS, num_prompt // BLOCK, BLOCK, DIM)
         fresh = [kv[:, half, :num_prompt].reshape(shape) for half in (0, 1)]
         self.transfers.store_computed(0, sequence.host_blocks[: shape[1]], *fresh)
-        first, last = self.candidates(sequence)
+        last = self.candidates(sequence)[1]
         blocks_in = torch.tensor([0, *range(last, sequence.open_block + 1), *range(last - BUDGET, last)])
         slots = torch.arange(len(blocks_in))
         self.residency.place(row, blocks_in, slots)
@@ -162,7 +167,9 @@ class World:
 
     def attend(self, sequence: Sequence, blocks: torch.Tensor, pages: torch.Tensor, position: int) -> None:
         """Attention of one query over the pages, and over the true keys and values of the blocks."""
-        got = [x[:, : blocks.shape[1] * BLOCK - BLOCK + position % BLOCK + 1] for x in self.transfers.pool.gather(0, pages)]
+        got = [
+            x[:, : blocks.shape[1] * BLOCK - BLOCK + position % BLOCK + 1] for x in self.transfers.pool.gather(0, pages)
+        ]
         tokens = (blocks[:, :, None] * BLOCK + torch.arange(BLOCK)).reshape(HEADS, -1)[:, : got[0].shape[1]]
         true = [sequence.kv[torch.arange(HEADS)[:, None], half, tokens] for half in (0, 1)]
         mine, theirs = (torch.softmax(k.sum(2), 1)[:, None] @ v for k, v in (got, true))

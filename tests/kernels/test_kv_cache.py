@@ -166,6 +166,8 @@ class Rig:
     def check_row(self, truth: Truth, state: RowState, position: int) -> None:
         """What the tables say is on the device, is; what a row attended or pins is there; sealed blocks are at home."""
         cache = self.cache
+        if cache.transfers is not None:
+            cache.transfers.settle_stores()
         if not state.resident:
             cache.residency.check_row(state.row)
         written = position + 1

@@ -73,9 +73,7 @@ def test_random_steps_as_with_dictionaries(num_slots: int, seed: int) -> None:
                 missing = slots < 0
                 residency.stamp(layer, row, torch.where(missing, slots[:, -1:], slots))
                 heads, columns = missing.nonzero(as_tuple=True)
-                new, late = residency.replace(
-                    layer, row, num_slots, candidates, heads, wanted[heads, columns], NOTHING
-                )
+                new, late = residency.replace(layer, row, num_slots, candidates, heads, wanted[heads, columns], NOTHING)
                 assert not late
                 slots[heads, columns] = new
                 for head in range(HEADS):

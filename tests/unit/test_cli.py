@@ -13,7 +13,7 @@ FLAGS = """
 --model --dtype --max-model-len --served-model-name --chat-template --revision --seed
 --tensor-parallel-size --distributed-timeout-seconds --device --comm --check-ranks
 --gpu-memory-utilization --device-kv-gb --host-kv-gb --block-size
---attention --budget-tokens --recent-tokens --sink-blocks --hot-factor --sketch --tail-estimate
+--attention --budget-tokens --recent-tokens --sink-blocks --hot-factor --sketch --tail-estimate --prefetch --fetch-ratio
 --spec-method --spec-tokens --prompt-lookup-max --prompt-lookup-min
 --max-num-seqs --max-num-batched-tokens --max-num-queued-reqs
 --host --port --api-key --api-key-file --shutdown-timeout --watchdog-timeout --sse-keep-alive-interval
