@@ -78,7 +78,7 @@ class Engine:
             kept = ", ".join(self.runner.cache.sketches) or "none"
             raise ValueError(
                 f"attention {wanted.attention} with sketch {wanted.sketch}: this engine keeps {kept}; start it with "
-                f"--attention resolve --sketch {wanted.sketch}"
+                f"--attention {wanted.attention} --sketch {wanted.sketch}"
             )
         limit = self.config.batching.max_num_queued_reqs
         num_waiting = len(self.scheduler.waiting) + self._num_submitted - self._num_taken
