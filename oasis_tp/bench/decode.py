@@ -74,7 +74,7 @@ def start_engine(
         sketch=args.sketch,
         **memory,
     )
-    started = start(config, ())
+    started = start(config, tuple({x.sketch: None for x in sparsities if x.attention != "dense"}))
     return Engine(config, replace(started, runner=RepeatingRunner(started.runner, window // chunk * chunk)))
 
 
@@ -106,7 +106,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batches", type=numbers, default=[4], help="requests in a step, with commas (default: 4)")
     modes = get_args(AttentionMode)
-    parser.add_argument("--modes", type=names(modes), default=list(modes), help=f"(default: {','.join(modes)})")
+    parser.add_argument(
+        "--modes",
+        type=names(modes),
+        default=["dense", "resolve"],
+        help=f"of {','.join(modes)} (default: dense,resolve)",
+    )
     parser.add_argument(
         "--peers",
         type=names(PEERS),

@@ -103,7 +103,6 @@ class VllmCpu:
             enable_prefix_caching=False,
             block_size=block,
             kv_cache_memory_bytes=pool_bytes,
-            gpu_memory_utilization=0.05,  # only checked: the pool has its size
             disable_log_stats=True,
             kv_transfer_config=KVTransferConfig(
                 kv_connector="DecodeBenchConnector",

@@ -22,7 +22,8 @@ PARTS = {
     "all-reduce": ("oasis_tp.comm:TpGroup.all_reduce", "oasis_tp.comm:TpGroup.gather_logits"),
     # The compiled CPU path, and the torch operations that run without it.
     "select": ("oasis_tp.kernels.cpu:select", "oasis_tp.engine.kv_cache:select_blocks"),
-    "copies": ("oasis_tp.kv.transfers:Transfers.load",),
+    # Those that a step waits for, and the orders of those that it does not.
+    "copies": tuple(f"oasis_tp.kv.transfers:Transfers.{name}" for name in ("load", "settle", "prefetch")),
     "attend": (
         "oasis_tp.kernels.cpu:attend",
         "oasis_tp.engine.kv_cache:attend_blocks",

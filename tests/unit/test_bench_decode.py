@@ -164,7 +164,7 @@ def test_report_holds_every_engine_mode_context_and_batch(
     monkeypatch.setattr(peers_module, "find_spec", lambda name: None)
     figure = tmp_path / "decode.png"
     # 600 is beyond the window of 512, and 400 beyond what is prefilled.
-    flags = "--contexts 300,600 --batches 1,2 --modes dense,resolve --budget-tokens 32 --steps 2 --rounds 1"
+    flags = "--contexts 300,600 --batches 1,2 --modes dense,resolve,paper --budget-tokens 32 --steps 2 --rounds 1"
     flags += f" --prefill-tokens 320 --peers transformers,llama.cpp --peers-dir {tmp_path} --plot {figure}"
     args = parse("--model", str(tiny), *flags.split())
     assert bench.main(args) == 0
@@ -174,7 +174,7 @@ def test_report_holds_every_engine_mode_context_and_batch(
         (context, batch, "oasis_tp", mode)
         for context in (300, 600)
         for batch in (1, 2)
-        for mode in ("dense", "resolve")
+        for mode in ("dense", "resolve", "paper")
     ]
     for row in report["rows"]:
         assert row["ms_per_step"] > 0 and row["ceiling_ms"] > 0
