@@ -14,13 +14,23 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 BlockCopy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu_math.h", "cpu_layers.cpp", "cpu.cpp"))
+SOURCES = sorted([*Path(__file__).parent.glob("*.h"), *Path(__file__).parent.glob("*.cpp")])
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-shared", "-fPIC")
 KINDS = {"minmax": 0, "1bit": 1, "2bit": 2}
+
+_TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float}
+_SIGNATURES: dict[str, tuple[Any, str]] = {  # result, and the kinds of the arguments: pointer, number, float
+    "oasis_select": (ctypes.c_int64, "pnpnppppn"),
+    "oasis_attend": (None, "pnpnpppn"),
+    "oasis_copy_blocks": (None, "ppppnn"),
+    "oasis_linear": (None, "ppppnn"),
+    "oasis_rope": (None, "pppppfpppnnnn"),
+}
 
 
 class SketchLayer(ctypes.Structure):
@@ -61,7 +71,7 @@ class Row(ctypes.Structure):
             for name in (
                 *("table_row", "position", "first", "last", "budget", "num_slots"),
                 *("resident", "use_tail", "recall", "tick"),
-                *("probe", "reach", "fetch_limit"),
+                *("probe", "reach", "fetch_limit", "scan"),
             )
         ),
     ]
@@ -83,7 +93,7 @@ class _Work(ctypes.Structure):
         *(
             (name, ctypes.c_void_p)
             for name in (
-                *("num_blocks", "pages", "num_chosen", "chosen", "coarse", "loads"),
+                *("num_blocks", "pages", "num_chosen", "chosen", "estimate", "coarse", "loads"),
                 *("missed_mass", "missed_blocks"),
             )
         ),
@@ -96,7 +106,8 @@ class Step:
     """One step's rows and the buffers its layers share. `rows` is kept alive with what it points to by the caller.
 
     `missed_mass` [row, head] float64, `missed_blocks` [row, head] int64 and `prefetched` [row, head, 3] int64 (blocks
-    ordered in the background, selected after they landed, selected before) add up over the layers.
+    ordered in the background, selected after they landed, selected before) add up over the layers. `estimate`
+    [row, head, group * most candidates] holds, as [group, candidates], the last layer's block scores.
     """
 
     def __init__(self, rows: list[Row], num_heads: int, group: int, block_size: int) -> None:
@@ -109,6 +120,7 @@ class Step:
         self.missed_mass = torch.zeros(len(rows), num_heads, dtype=torch.float64)
         self.missed_blocks = torch.zeros(len(rows), num_heads, dtype=torch.int64)
         self.loads = torch.empty(3, pairs * max_blocks, dtype=torch.int64)
+        self.estimate = torch.empty(len(rows), num_heads, group * max_candidates)
         max_fetches = max(row.fetch_limit for row in rows)
         self.prefetched = torch.zeros(len(rows), num_heads, 3, dtype=torch.int64)
         self.fetches = torch.empty(3, len(rows), num_heads, max_fetches, dtype=torch.int64)
@@ -119,6 +131,7 @@ class Step:
             torch.empty(pairs, max_blocks, dtype=torch.int64),
             torch.empty(pairs, dtype=torch.int64),
             torch.empty(pairs, max_chosen, dtype=torch.int64),
+            self.estimate,
             torch.empty(pairs, group * max_candidates),
         )
         addresses = [x.data_ptr() for x in (*self._buffers, self.loads, self.missed_mass, self.missed_blocks)]
@@ -165,27 +178,29 @@ def load(cache_dir: Path) -> ctypes.CDLL | None:
                 )
             fresh.replace(library)  # whole or not at all: another rank may be building it too
     loaded = ctypes.CDLL(str(library))
-    loaded.oasis_select.restype = ctypes.c_int64
-    loaded.oasis_attend.restype = None
-    loaded.oasis_copy_blocks.restype = None
-    loaded.oasis_linear.restype = None
-    loaded.oasis_rope.restype = None
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, [_TYPES[kind] for kind in arguments]
     return loaded
 
 
-def select(library: ctypes.CDLL, layer: Layer, index: int, step: Step, q: torch.Tensor) -> torch.Tensor:
-    """Choose every row's blocks in layer `index` and give the missing ones slots.
+def select(
+    library: ctypes.CDLL, layer: Layer, index: int, step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
+    """Put every row's token into its block's page, choose its blocks in layer `index`, give the missing ones slots.
 
     Args:
         q: [row, head, group, head_dim] fp32 contiguous, roped.
+        k, v: [row, head, head_dim] fp32 contiguous, k roped.
 
     Returns:
         What must be fetched before `attend`: [3, n] int64: local KV heads, host blocks, pages.
     """
     _check(layer, step, q)
+    assert k.is_contiguous() and v.is_contiguous() and k.shape == v.shape == (*q.shape[:2], q.shape[3])
     count = library.oasis_select(
-        ctypes.byref(layer), ctypes.c_int64(index), ctypes.byref(step.rows), ctypes.c_int64(len(step.rows)),
-        ctypes.c_void_p(q.data_ptr()), ctypes.byref(step.work), ctypes.c_int64(torch.get_num_threads()),
+        ctypes.byref(layer), index, step.rows, len(step.rows), q.data_ptr(), k.data_ptr(), v.data_ptr(),
+        ctypes.byref(step.work), torch.get_num_threads(),
     )  # fmt: skip
     assert count >= 0, "a row's selection does not fit its slots"
     return step.loads[:, :count]
@@ -196,9 +211,8 @@ def attend(library: ctypes.CDLL, layer: Layer, index: int, step: Step, q: torch.
     _check(layer, step, q)
     out = torch.empty_like(q)
     library.oasis_attend(
-        ctypes.byref(layer), ctypes.c_int64(index), ctypes.byref(step.rows), ctypes.c_int64(len(step.rows)),
-        ctypes.c_void_p(q.data_ptr()), ctypes.byref(step.work), ctypes.c_void_p(out.data_ptr()),
-        ctypes.c_int64(torch.get_num_threads()),
+        ctypes.byref(layer), index, step.rows, len(step.rows), q.data_ptr(), ctypes.byref(step.work),
+        out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -214,9 +228,10 @@ def block_copier(library: ctypes.CDLL) -> BlockCopy:
         assert targets.dtype == sources.dtype == torch.int64 and targets.shape == sources.shape
         targets, sources = targets.contiguous(), sources.contiguous()
         library.oasis_copy_blocks(
-            *(ctypes.c_void_p(x.data_ptr()) for x in (target, targets, source, sources)),
-            ctypes.c_int64(targets.numel()), ctypes.c_int64(target.stride(0) * target.itemsize),
-        )  # fmt: skip
+            *(x.data_ptr() for x in (target, targets, source, sources)),
+            targets.numel(),
+            target.stride(0) * target.itemsize,
+        )
 
     return copy
 
@@ -247,9 +262,8 @@ def linear(
     norm_weight, eps = norm or (None, 0.0)
     what = _Linear(weight.data_ptr(), _address(bias), _address(norm_weight), eps, gated, inputs, outputs)
     library.oasis_linear(
-        ctypes.byref(what), ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(_address(residual)),
-        ctypes.c_void_p(y.data_ptr()), ctypes.c_int64(rows), ctypes.c_int64(torch.get_num_threads()),
-    )  # fmt: skip
+        ctypes.byref(what), x.data_ptr(), _address(residual), y.data_ptr(), rows, torch.get_num_threads()
+    )
     return y
 
 
@@ -275,11 +289,9 @@ def rope(
     assert qkv.dtype == torch.float32 and qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
     assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim and cos.shape[0] == rows
     q, k, v = (torch.empty(rows, heads, head_dim) for heads in (num_heads, num_kv_heads, num_kv_heads))
-    tensors = (qkv, cos, sin, q_norm, k_norm)
     library.oasis_rope(
-        *(ctypes.c_void_p(_address(x)) for x in tensors), ctypes.c_float(norm_eps),
-        *(ctypes.c_void_p(x.data_ptr()) for x in (q, k, v)),
-        *(ctypes.c_int64(n) for n in (rows, num_heads, num_kv_heads, head_dim)),
+        qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), _address(q_norm), _address(k_norm), norm_eps,
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), rows, num_heads, num_kv_heads, head_dim,
     )  # fmt: skip
     return q, k, v
 

@@ -205,7 +205,6 @@ class KvCache:
             return batch
         heads, block = self.layout.num_kv_heads, self.layout.block_size
         self.residency.tick += 1
-        open_pages = []
         probes = probes or [False] * len(states)
         for index, (state, position, probe) in enumerate(zip(states, positions, probes, strict=True)):
             first, last = state.selection.candidates(position)
@@ -218,21 +217,23 @@ class KvCache:
                 probe=probe,
                 leads=index + 1 == len(states) or states[index + 1] is not state,
             )
-            if state.resident:
-                page = state.pages[row.block].expand(self.layout.num_layers, heads)
-            else:
-                if row.block > state.open_block:
-                    self._open_block(row)
-                page = state.pages[self.residency.slot_of_block[:, state.row, :, row.block].long()]
-            open_pages.append(page)
+            if not state.resident and row.block > state.open_block:
+                self._open_block(row)
             batch.rows.append(row)
             if not probe:
                 self._book(row)
-        batch.open_pages = torch.stack(open_pages, dim=1)
-        batch.offsets = torch.tensor([position % block for position in positions], device=self.device)
         if self.cpu is not None:
             batch.cpu_step = self.cpu.begin([self._cpu_row(self.cpu, row) for row in batch.rows])
+        else:
+            batch.open_pages = torch.stack([self._pages_of(row.state, row.block) for row in batch.rows], dim=1)
+            batch.offsets = torch.tensor([position % block for position in positions], device=self.device)
         return batch
+
+    def _pages_of(self, state: RowState, block: int) -> torch.Tensor:
+        """Where a block that is on the device stands, [layer, local_kv_head] int64."""
+        if state.resident:
+            return state.pages[block].expand(self.layout.num_layers, self.layout.num_kv_heads)
+        return state.pages[self.residency.slot_of_block[:, state.row, :, block].long()]
 
     def _open_block(self, row: DecodeRow) -> None:
         assert self.transfers is not None
@@ -245,17 +246,16 @@ class KvCache:
 
     def decode(self, layer: int, batch: DecodeBatch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attention of the step's decoded rows in one layer: q [n, local_head, D], k and v [n, local_kv_head, D]."""
-        assert batch.open_pages is not None and batch.offsets is not None
-        self.pool.write_tokens(layer, batch.open_pages[layer], batch.offsets, k, v)
         if self.transfers is not None and not all(row.state.recall for row in batch.rows):
-            self.transfers.settle(
-                layer
-            )  # without recall, what has landed shows in the answer: make it what was ordered
+            # Without recall, what has landed shows in the answer: make it what was ordered.
+            self.transfers.settle(layer)
         if self.cpu is not None and batch.cpu_step is not None:
-            out = self.cpu.run(layer, batch.cpu_step, q.contiguous())
+            out = self.cpu.run(layer, batch.cpu_step, q.contiguous(), k.contiguous(), v.contiguous())
             if layer == self.layout.num_layers - 1:
                 self._count(batch, batch.cpu_step)
             return out
+        assert batch.open_pages is not None and batch.offsets is not None
+        self.pool.write_tokens(layer, batch.open_pages[layer], batch.offsets, k, v)
         ahead: list[Wanted] = []
         out = torch.stack([self._decode_row(layer, row, q[index], ahead) for index, row in enumerate(batch.rows)])
         if ahead:
@@ -274,15 +274,11 @@ class KvCache:
 
     def seal(self, state: RowState, block: int) -> None:
         """A block's last token is committed: sketch it and write it through, in every layer."""
-        num_layers, heads = self.layout.num_layers, self.layout.num_kv_heads
-        if state.resident:
-            pages = state.pages[block].expand(num_layers, heads)
-        else:
-            pages = state.pages[self.residency.slot_of_block[:, state.row, :, block].long()]
-        for layer in range(num_layers if self.sketches else 0):
-            k, v = self.pool.gather(layer, pages[layer][:, None])
+        pages = self._pages_of(state, block)
+        if self.sketches:
+            k, v = self.pool.gather_block(pages)
             for sketch in self.sketches.values():
-                sketch.seal(layer, state.host_blocks[block : block + 1], k[None], v[None])
+                sketch.seal_block(int(state.host_blocks_cpu[block]), k, v)
         if self.transfers is not None:
             self.transfers.store_block(state.row, pages, int(state.host_blocks_cpu[block]))
 

@@ -11,6 +11,7 @@ from oasis_tp.kernels import cpu
 from oasis_tp.kv.device_pool import DevicePool
 from oasis_tp.kv.residency import NOTHING, Residency
 from oasis_tp.kv.transfers import Transfers, Wanted
+from oasis_tp.sparse.select import scanned_blocks
 from oasis_tp.sparse.sketch import Sketch
 
 CpuRow = cpu.Row
@@ -84,6 +85,7 @@ class CpuDecode:
             first=candidates[0],
             last=candidates[1],
             budget=-1 if budget is None else budget,
+            scan=0 if budget is None else scanned_blocks(candidates[1] - candidates[0], budget),
             **numbers,
         )
 
@@ -91,12 +93,15 @@ class CpuDecode:
         """A step over rows, for all layers in turn."""
         return CpuStep(rows, self.layout.num_kv_heads, self.group, self.layout.block_size)
 
-    def run(self, layer: int, step: CpuStep, q: torch.Tensor) -> torch.Tensor:
-        """Attention of the rows in one layer: q [row, local_head, head_dim] -> the same."""
+    def run(self, layer: int, step: CpuStep, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Keep the rows' tokens and attend, in one layer: q [row, local_head, head_dim] -> the same.
+
+        k and v: [row, local_kv_head, head_dim].
+        """
         grouped = q.view(q.shape[0], self.layout.num_kv_heads, self.group, self.layout.head_dim)
         transfers, tables = self.transfers, self.layers[layer]
         tables.in_flight = transfers.in_flight(layer) if transfers else NOTHING
-        loads = cpu.select(self.library, tables, layer, step, grouped)
+        loads = cpu.select(self.library, tables, layer, step, grouped, k, v)
         if transfers is not None:
             if step.must_wait:
                 transfers.settle(layer)
