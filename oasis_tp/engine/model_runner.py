@@ -38,6 +38,17 @@ class Segment:
     end: PromptEnd | None
 
 
+@dataclass(slots=True)
+class StepFeatures:
+    """Hidden states for the drafter: of the step's tokens, and where each request's first one stands."""
+
+    values: torch.Tensor  # [T, layers * hidden], the layers side by side
+    decode_rows: list[int]
+    """Per `plan.decode`."""
+    prefill_rows: list[int]
+    """Per `plan.prefill`."""
+
+
 class ModelRunner:
     """The model, its KV cache and the rows of running requests on this rank.
 
@@ -52,6 +63,10 @@ class ModelRunner:
         self.sampler = sampler
         self.states: dict[int, RowState] = {}
         self._prompt_ends: dict[int, PromptEnd] = {}
+        self.feature_layers: tuple[int, ...] = ()
+        """Layers whose entering hidden states a drafter wants."""
+        self.features: StepFeatures | None = None
+        """Those of the latest step that computed anything."""
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, scheduler: Scheduler) -> Sampled:
@@ -84,7 +99,9 @@ class ModelRunner:
         states: list[RowState] = []
         positions: list[int] = []
         token_ids: list[int] = []
+        first_rows: list[int] = []
         for request, drafts in zip(plan.decode, plan.drafts, strict=True):
+            first_rows.append(len(token_ids))
             states += [self.states[request.row]] * (1 + len(drafts))
             positions += range(request.num_computed, request.num_computed + 1 + len(drafts))
             token_ids += [request.output_ids[-1], *drafts]
@@ -97,11 +114,16 @@ class ModelRunner:
             if chunk.is_last:
                 ends.append(len(token_ids) - 1)
         device = self.model.device
+        features = dict.fromkeys(self.feature_layers, torch.empty(0)) if self.feature_layers else None
         hidden = self.model.forward(
             torch.tensor(token_ids, device=device),
             torch.tensor(positions, device=device),
             lambda layer, q, k, v: self._attend(layer, q, k, v, batch, segments),
+            features,
         )
+        if features is not None:
+            side_by_side = torch.cat([features[layer] for layer in self.feature_layers], dim=-1)
+            self.features = StepFeatures(side_by_side, first_rows, [segment.first for segment in segments])
         wanted = torch.tensor([*range(plan.num_decode_rows), *ends], dtype=torch.int64, device=device)
         logits = None
         if wanted.numel():

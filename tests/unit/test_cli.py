@@ -14,7 +14,7 @@ FLAGS = """
 --tensor-parallel-size --distributed-timeout-seconds --device --comm --check-ranks
 --gpu-memory-utilization --device-kv-gb --host-kv-gb --block-size
 --attention --budget-tokens --recent-tokens --sink-blocks --hot-factor --sketch --tail-estimate
---spec-method --spec-tokens --prompt-lookup-max --prompt-lookup-min
+--spec-method --spec-model --spec-tokens --prompt-lookup-max --prompt-lookup-min
 --max-num-seqs --max-num-batched-tokens --max-num-queued-reqs
 --host --port --api-key --api-key-file --shutdown-timeout --watchdog-timeout --sse-keep-alive-interval
 --log-format --log-level
