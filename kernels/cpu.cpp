@@ -15,6 +15,8 @@
 #include <utility>
 #include <vector>
 
+#include "cpu_math.h"
+
 namespace {
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
@@ -92,24 +94,6 @@ float bfloat_to_float(uint16_t b) {
   return value;
 }
 
-// exp for x <= 0 (Cephes' reduction and polynomial, about 1e-7 relative); below -87 it is nothing.
-inline float exp_negative(float x) {
-  float clamped = x < -87.0f ? -87.0f : x;
-  float n = std::floor(clamped * 1.44269504088896341f + 0.5f);
-  float r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  int32_t bits = (int32_t(n) + 127) << 23;
-  float power;
-  std::memcpy(&power, &bits, 4);
-  return x < -87.0f ? 0.0f : p * power;
-}
-
 inline float dot(const float* a, const float* b, int64_t n) {
   float sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -117,13 +101,7 @@ inline float dot(const float* a, const float* b, int64_t n) {
   return sum;
 }
 
-// Eight floats at any address. The inner loops are unrolled over a head's N of them; N = 0 takes any head_dim.
-typedef float Eight __attribute__((vector_size(32), aligned(4)));
-
-inline const Eight& eight(const float* x) { return *reinterpret_cast<const Eight*>(x); }
-inline Eight& eight(float* x) { return *reinterpret_cast<Eight*>(x); }
-
-inline float sum_of(const Eight& x) { return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7])); }
+// The inner loops are unrolled over a head's N eights; N = 0 takes any head_dim.
 
 // logits[g * stride + t] = q[g]·keys[t]
 template <int N>

@@ -5,6 +5,7 @@ states of a low, a middle and a high layer through one matrix `fc`. Further ahea
 nothing yet, the head's own output takes the features' place.
 """
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,12 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from oasis_tp.models.llama import Attend, DecoderLayer
+from oasis_tp.models.llama import Attend, Mlp
 from oasis_tp.models.registry import ModelArch, load_arch, read_json
-from oasis_tp.nn.linear import ColumnLinear
+from oasis_tp.nn.embedding import VocabEmbedding
+from oasis_tp.nn.linear import ColumnLinear, RowLinear
 from oasis_tp.nn.norm import RmsNorm
-from oasis_tp.nn.rotary import RotaryTable
-from oasis_tp.sharding import head_shards
+from oasis_tp.nn.rotary import RotaryTable, split_rotated
 
 if TYPE_CHECKING:
     from oasis_tp.comm import TpGroup
@@ -86,20 +87,21 @@ class Eagle3Head:
         dtype: torch.dtype,
         device: torch.device,
         max_model_len: int,
+        library: ctypes.CDLL | None = None,
     ) -> None:
         arch, hidden = config.arch, config.arch.hidden_size
         self.arch, self.dtype, self.device = arch, dtype, device
         self.norm_before_residual = config.norm_before_residual
-        self.fc = ColumnLinear(3 * target_hidden_size, hidden, bias=False, dtype=dtype, device=device)
-        (shard,) = head_shards(arch.num_heads, arch.num_kv_heads, 1)
-        self.layer = DecoderLayer(arch, shard, tp, dtype=dtype, device=device)
-        qkv_size = (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim
-        self.layer.attention.qkv = ColumnLinear(
-            2 * hidden, qkv_size, bias=arch.attention_bias, dtype=dtype, device=device
-        )
-        self.hidden_norm = RmsNorm(hidden, arch.rms_norm_eps, dtype=dtype, device=device)
-        self.norm = RmsNorm(hidden, arch.rms_norm_eps, dtype=dtype, device=device)
-        self.lm_head = torch.empty(config.draft_vocab_size, hidden, dtype=dtype, device=device)
+        place: dict[str, Any] = {"dtype": dtype, "device": device, "library": library}
+        norm: dict[str, Any] = {"size": hidden, "eps": arch.rms_norm_eps, "dtype": dtype, "device": device}
+        q_size, kv_size = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+        self.fc = ColumnLinear(3 * target_hidden_size, hidden, bias=False, **place)
+        self.input_norm, self.hidden_norm = RmsNorm(**norm), RmsNorm(**norm)
+        self.qkv = ColumnLinear(2 * hidden, q_size + 2 * kv_size, bias=arch.attention_bias, **place)
+        self.out = RowLinear(q_size, hidden, tp, bias=arch.output_bias, **place)
+        self.mlp_norm, self.mlp = RmsNorm(**norm), Mlp(arch, tp, **place)
+        self.norm = RmsNorm(**norm)
+        self.lm_head = VocabEmbedding(config.draft_vocab_size, hidden, tp, **place)
         self.to_target = torch.empty(config.draft_vocab_size, dtype=torch.int64, device=device)
         """Target id of each draft id."""
         self.embedding: torch.Tensor | None = None  # [vocab, hidden] where the checkpoint has one
@@ -125,38 +127,41 @@ class Eagle3Head:
         The result takes the features' place one position further on; `draft` reads the next token off it.
         """
         normed = self.hidden_norm(hidden)
-        x = normed if self.norm_before_residual else hidden
-        both = torch.cat([self.layer.input_norm(self.embed(next_tokens)), normed], dim=-1)
-        x = x + self.layer.attention(0, both, self.rotary.at(positions), attend)
-        return x + self.layer.mlp(self.layer.mlp_norm(x))
+        qkv = self.qkv(torch.cat([self.input_norm(self.embed(next_tokens)), normed], dim=-1))
+        q, k, v = split_rotated(
+            qkv, self.arch.num_heads, self.arch.num_kv_heads, self.rotary.at(positions), None, None, self.qkv.library
+        )
+        before = normed if self.norm_before_residual else hidden
+        x = self.out(attend(0, q, k, v).reshape(hidden.shape[0], -1), residual=before)
+        return self.mlp(x, self.mlp_norm)
 
     def draft(self, hidden: torch.Tensor) -> torch.Tensor:
         """The likeliest next token, as the target counts them: [N, hidden] -> [N] int64."""
-        return self.to_target[F.linear(self.norm(hidden), self.lm_head).argmax(dim=-1)]
+        return self.to_target[self.lm_head.logits(self.norm(hidden)).argmax(dim=-1)]
 
     def weights(self) -> dict[str, torch.Tensor]:
         """What every checkpoint has, by its published names (without d2t and t2d)."""
-        attention, mlp, arch = self.layer.attention, self.layer.mlp, self.arch
+        arch, mlp = self.arch, self.mlp
         sizes = [heads * arch.head_dim for heads in (arch.num_heads, arch.num_kv_heads, arch.num_kv_heads)]
         gate, up = mlp.gate_up.weight.chunk(2)
         table = {
             "fc.weight": self.fc.weight,
             "norm.weight": self.norm.weight,
-            "lm_head.weight": self.lm_head,
+            "lm_head.weight": self.lm_head.weight,
             "midlayer.hidden_norm.weight": self.hidden_norm.weight,
-            "midlayer.input_layernorm.weight": self.layer.input_norm.weight,
-            "midlayer.post_attention_layernorm.weight": self.layer.mlp_norm.weight,
-            "midlayer.self_attn.o_proj.weight": attention.out.weight,
+            "midlayer.input_layernorm.weight": self.input_norm.weight,
+            "midlayer.post_attention_layernorm.weight": self.mlp_norm.weight,
+            "midlayer.self_attn.o_proj.weight": self.out.weight,
             "midlayer.mlp.gate_proj.weight": gate,
             "midlayer.mlp.up_proj.weight": up,
             "midlayer.mlp.down_proj.weight": mlp.down.weight,
         }
-        for kind, fused in (("weight", attention.qkv.weight), ("bias", attention.qkv.bias)):
+        for kind, fused in (("weight", self.qkv.weight), ("bias", self.qkv.bias)):
             if fused is not None:
                 for name, part in zip("qkv", fused.split(sizes), strict=True):
                     table[f"midlayer.self_attn.{name}_proj.{kind}"] = part
-        if attention.out.bias is not None:
-            table["midlayer.self_attn.o_proj.bias"] = attention.out.bias
+        if self.out.bias is not None:
+            table["midlayer.self_attn.o_proj.bias"] = self.out.bias
         return table
 
 

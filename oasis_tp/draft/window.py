@@ -71,8 +71,9 @@ class WindowKv:
         self.rows: dict[int, WindowRow] = {}
 
     def release(self, row: int) -> None:
-        """The row's request ended."""
-        self.rows.pop(row, None)
+        """The row's request ended. What it wrote is wiped: a masked slot may hold anything but what is no number."""
+        if self.rows.pop(row, None) is not None:
+            self.kv[:, row].zero_()
 
     def missing(self, row: int, stop: int) -> list[Piece]:
         """Pieces that bring a row up to `stop` tokens: of a new row only the sink and the newest `WINDOW_TOKENS`."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,7 +13,6 @@ from oasis_tp.draft.drafter import Drafter
 from oasis_tp.draft.eagle3 import Eagle3Drafter
 from oasis_tp.draft.eagle3_head import Eagle3Head, load_head, load_head_config
 from oasis_tp.draft.ngram import NgramDrafter
-from oasis_tp.engine.model_runner import StepFeatures
 from oasis_tp.engine.plan import StepPlan
 from oasis_tp.models.hub import resolve_model
 from oasis_tp.models.llama import LlamaModel
@@ -37,6 +37,12 @@ def make_drafter(config: Config, target: LlamaModel, model_dir: Path, max_model_
     if speculation.spec_method == "ngram":
         return NgramDrafter(min_ngram=speculation.prompt_lookup_min, max_ngram=speculation.prompt_lookup_max)
     alone = TpGroup.single(target.device)
+    place: dict[str, Any] = {
+        "dtype": target.dtype,
+        "device": target.device,
+        "max_model_len": max_model_len,
+        "library": target.head.library,
+    }
     if speculation.spec_method == "eagle3":
         head_dir = resolve_model(speculation.spec_model, option="--spec-model", more_files=["pytorch_model.bin"])
         head_config = load_head_config(head_dir, target.arch)
@@ -45,16 +51,14 @@ def make_drafter(config: Config, target: LlamaModel, model_dir: Path, max_model_
             target.arch.hidden_size,
             target.embedding.lookup,
             alone,
-            dtype=target.dtype,
-            device=target.device,
-            max_model_len=max_model_len,
+            **place,
         )
         load_head(head, head_dir)
         return Eagle3Drafter(head, head_config.feature_layers, num_rows=num_rows, max_model_len=max_model_len)
     draft_dir = resolve_model(speculation.spec_model, option="--spec-model")
     arch = load_arch(draft_dir)
     _check_vocabulary(speculation.spec_model, arch, draft_dir, target.arch, model_dir)
-    model = LlamaModel(arch, alone, dtype=target.dtype, device=target.device, max_model_len=max_model_len)
+    model = LlamaModel(arch, alone, **place)
     load_weights(model, draft_dir)
     return ModelDrafter(model, num_rows=num_rows, max_model_len=max_model_len)
 
@@ -76,18 +80,20 @@ def _check_vocabulary(name: str, draft: ModelArch, draft_dir: Path, target: Mode
         )
 
 
-def learn(drafter: Drafter, plan: StepPlan, features: StepFeatures, token_ids: Sequence[Sequence[int]]) -> None:
+def learn(
+    drafter: Drafter, plan: StepPlan, features: dict[int, torch.Tensor], token_ids: Sequence[Sequence[int]]
+) -> None:
     """Hand the step's hidden states of committed tokens to a drafter that reads them. Call after the commit.
 
-    `token_ids` are the step's tokens per `plan.sampled`: of a decoding request's rows as many count as it gained.
+    `features` are the rows' per request id; of a decoding request as many count as it gained tokens (`token_ids` per
+    `plan.sampled`).
     """
-    values = features.values
-    for request, tokens, row in zip(plan.decode, token_ids, features.decode_rows, strict=False):
+    for request, tokens in zip(plan.decode, token_ids, strict=False):
         if request.finish_reason is None:
-            drafter.learn(request, request.num_computed - len(tokens), values[row : row + len(tokens)])
-    for chunk, row in zip(plan.prefill, features.prefill_rows, strict=True):
-        if chunk.request.finish_reason is None and not chunk.request.spec.hold:
-            drafter.learn(chunk.request, chunk.start, values[row : row + chunk.stop - chunk.start])
+            drafter.learn(request, request.num_computed - len(tokens), features[request.request_id][: len(tokens)])
+    for chunk in plan.prefill:
+        if chunk.request.finish_reason is None:
+            drafter.learn(chunk.request, chunk.start, features[chunk.request.request_id])
 
 
 def draft(drafter: Drafter, tp: TpGroup, wanted: Sequence[tuple[Request, int]]) -> None:

@@ -168,7 +168,7 @@ class Engine:
             return
         for row in plan.released_rows:
             self.drafter.release(row)
-        if self.drafter.feature_layers and self.runner.features is not None and plan.num_tokens:
+        if self.drafter.feature_layers:
             learn(self.drafter, plan, self.runner.features, sampled.token_ids)
         draft(self.drafter, self.tp, self.scheduler.wanted_drafts())
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import torch
 
 from oasis_tp.comm import TpGroup
-from oasis_tp.engine.decode_batch import DecodeBatch, RowState, RowStats
+from oasis_tp.engine.decode_batch import RowState, RowStats
 from oasis_tp.engine.kv_cache import KvCache
 from oasis_tp.engine.plan import PrefillChunk, StepPlan
 from oasis_tp.engine.sampler import Sampled, Sampler
 from oasis_tp.engine.scheduler import Scheduler
-from oasis_tp.models.llama import LlamaModel
+from oasis_tp.models.llama import Attend, LlamaModel
 from oasis_tp.nn.attention import causal_mask
 from oasis_tp.request import Request
 
@@ -28,7 +28,7 @@ class PromptEnd:
 
 @dataclass(slots=True)
 class Segment:
-    """A prompt chunk's rows [first, last) in the step's tokens."""
+    """A prompt chunk's rows [first, last) among the step's prompt tokens."""
 
     chunk: PrefillChunk
     state: RowState
@@ -36,17 +36,6 @@ class Segment:
     last: int
     mask: torch.Tensor
     end: PromptEnd | None
-
-
-@dataclass(slots=True)
-class StepFeatures:
-    """Hidden states for the drafter: of the step's tokens, and where each request's first one stands."""
-
-    values: torch.Tensor  # [T, layers * hidden], the layers side by side
-    decode_rows: list[int]
-    """Per `plan.decode`."""
-    prefill_rows: list[int]
-    """Per `plan.prefill`."""
 
 
 class ModelRunner:
@@ -65,8 +54,8 @@ class ModelRunner:
         self._prompt_ends: dict[int, PromptEnd] = {}
         self.feature_layers: tuple[int, ...] = ()
         """Layers whose entering hidden states a drafter wants."""
-        self.features: StepFeatures | None = None
-        """Those of the latest step that computed anything."""
+        self.features: dict[int, torch.Tensor] = {}
+        """Those of the latest step's rows per request id, [T, layers * hidden], the layers side by side."""
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, scheduler: Scheduler) -> Sampled:
@@ -85,6 +74,7 @@ class ModelRunner:
             self._begin(start.request, end, start.partial_source)
         if plan.num_tokens == 0 and not plan.sampled:
             return Sampled([], [])
+        self.features = {}
         logits = self._forward(plan) if plan.num_tokens else None
         sampled = self._sample(plan, logits)
         self._seal(plan, sampled)
@@ -95,41 +85,64 @@ class ModelRunner:
         return self.states[request.row].stats
 
     def _forward(self, plan: StepPlan) -> torch.Tensor | None:
-        """Logits [rows, vocab] at rank 0: decoded rows, then prompts that end."""
+        """Logits [rows, vocab] at rank 0: decoded rows, then prompts that end.
+
+        The two pass the model apart, so that a decoded row's bits do not depend on what is prefilled beside it.
+        """
+        segments: list[Segment] = []
+        for chunk in plan.prefill:
+            segments.append(self._segment(chunk, segments[-1].last if segments else 0))
+        wanted = self._decode(plan) if plan.decode else []
+        wanted += self._prefill(segments) if segments else []
+        logits = None
+        if wanted:
+            logits = self.tp.gather_logits(self.model.logits(torch.cat(wanted)), self.model.vocab_ranges)
+        self._finish_prompts(plan, segments, logits)
+        return logits
+
+    def _decode(self, plan: StepPlan) -> list[torch.Tensor]:
+        """Hidden states of the decoded rows, [rows, hidden]."""
         states: list[RowState] = []
         positions: list[int] = []
         token_ids: list[int] = []
-        first_rows: list[int] = []
+        num_rows: dict[int, int] = {}
         for request, drafts in zip(plan.decode, plan.drafts, strict=True):
-            first_rows.append(len(token_ids))
+            num_rows[request.request_id] = 1 + len(drafts)
             states += [self.states[request.row]] * (1 + len(drafts))
             positions += range(request.num_computed, request.num_computed + 1 + len(drafts))
             token_ids += [request.output_ids[-1], *drafts]
         batch = self.cache.prepare(states, positions)
-        segments, ends = [], []
-        for chunk in plan.prefill:
-            segments.append(self._segment(chunk, len(token_ids)))
+        return [
+            self._pass(token_ids, positions, lambda layer, q, k, v: self.cache.decode(layer, batch, q, k, v), num_rows)
+        ]
+
+    def _prefill(self, segments: list[Segment]) -> list[torch.Tensor]:
+        """Hidden states [1, hidden] of the last token of each prompt that ends."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        for segment in segments:
+            chunk = segment.chunk
             token_ids += chunk.request.spec.prompt_ids[chunk.start : chunk.stop]
             positions += range(chunk.start, chunk.stop)
-            if chunk.is_last:
-                ends.append(len(token_ids) - 1)
+        num_rows = {segment.chunk.request.request_id: segment.last - segment.first for segment in segments}
+        hidden = self._pass(
+            token_ids, positions, lambda layer, q, k, v: self._attend(layer, q, k, v, segments), num_rows
+        )
+        return [hidden[segment.last - 1 : segment.last] for segment in segments if segment.end is not None]
+
+    def _pass(
+        self, token_ids: list[int], positions: list[int], attend: Attend, num_rows: dict[int, int]
+    ) -> torch.Tensor:
+        """Hidden states [T, hidden]; `num_rows` of each request id, in the order of the rows."""
         device = self.model.device
         features = dict.fromkeys(self.feature_layers, torch.empty(0)) if self.feature_layers else None
         hidden = self.model.forward(
-            torch.tensor(token_ids, device=device),
-            torch.tensor(positions, device=device),
-            lambda layer, q, k, v: self._attend(layer, q, k, v, batch, segments),
-            features,
+            torch.tensor(token_ids, device=device), torch.tensor(positions, device=device), attend, features
         )
         if features is not None:
             side_by_side = torch.cat([features[layer] for layer in self.feature_layers], dim=-1)
-            self.features = StepFeatures(side_by_side, first_rows, [segment.first for segment in segments])
-        wanted = torch.tensor([*range(plan.num_decode_rows), *ends], dtype=torch.int64, device=device)
-        logits = None
-        if wanted.numel():
-            logits = self.tp.gather_logits(self.model.logits(hidden[wanted]), self.model.vocab_ranges)
-        self._finish_prompts(plan, segments, logits)
-        return logits
+            self.features |= zip(num_rows, side_by_side.split(list(num_rows.values())), strict=True)
+        return hidden
 
     def _segment(self, chunk: PrefillChunk, first: int) -> Segment:
         mask = causal_mask(chunk.start, chunk.stop, self.model.dtype, self.model.device)
@@ -144,18 +157,9 @@ class ModelRunner:
         return Segment(chunk, self.states[chunk.request.row], first, last, mask, end)
 
     def _attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        batch: DecodeBatch,
-        segments: list[Segment],
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: list[Segment]
     ) -> torch.Tensor:
         parts = []
-        num_decode = len(batch.rows)
-        if num_decode:
-            parts.append(self.cache.decode(layer, batch, q[:num_decode], k[:num_decode], v[:num_decode]))
         for segment in segments:
             rows = slice(segment.first, segment.last)
             parts.append(
