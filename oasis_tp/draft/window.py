@@ -70,6 +70,7 @@ class WindowKv:
         self.kv = torch.empty(shape, dtype=dtype, device=device).zero_()
         self.rows: dict[int, WindowRow] = {}
 
+    @torch.inference_mode()
     def release(self, row: int) -> None:
         """The row's request ended. What it wrote is wiped: a masked slot may hold anything but what is no number."""
         if self.rows.pop(row, None) is not None:
