@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu_math.h", "cpu_layers.cpp", "cpu.cpp"))
+SOURCES = sorted([*Path(__file__).parent.glob("*.h"), *Path(__file__).parent.glob("*.cpp")])
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-shared", "-fPIC")
 KINDS = {"minmax": 0, "1bit": 1, "2bit": 2}
 
@@ -58,7 +58,7 @@ class Row(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in (
                 *("table_row", "position", "first", "last", "budget", "num_slots"),
-                *("resident", "use_tail", "recall", "tick"),
+                *("resident", "use_tail", "recall", "tick", "scan"),
             )
         ),
     ]
@@ -80,7 +80,7 @@ class _Work(ctypes.Structure):
         *(
             (name, ctypes.c_void_p)
             for name in (
-                *("num_blocks", "pages", "num_chosen", "chosen", "coarse", "loads"),
+                *("num_blocks", "pages", "num_chosen", "chosen", "estimate", "coarse", "loads"),
                 *("missed_mass", "missed_blocks"),
             )
         ),
@@ -90,7 +90,8 @@ class _Work(ctypes.Structure):
 class Step:
     """One step's rows and the buffers its layers share. `rows` is kept alive with what it points to by the caller.
 
-    `missed_mass` [row, head] float64 and `missed_blocks` [row, head] int64 add up over the layers.
+    `missed_mass` [row, head] float64 and `missed_blocks` [row, head] int64 add up over the layers. `estimate`
+    [row, head, group * most candidates] holds, as [group, candidates], the last layer's block scores.
     """
 
     def __init__(self, rows: list[Row], num_heads: int, group: int, block_size: int) -> None:
@@ -102,11 +103,13 @@ class Step:
         self.missed_mass = torch.zeros(len(rows), num_heads, dtype=torch.float64)
         self.missed_blocks = torch.zeros(len(rows), num_heads, dtype=torch.int64)
         self.loads = torch.empty(3, pairs * max_blocks, dtype=torch.int64)
+        self.estimate = torch.empty(len(rows), num_heads, group * max_candidates)
         self._buffers = (
             torch.empty(pairs, dtype=torch.int64),
             torch.empty(pairs, max_blocks, dtype=torch.int64),
             torch.empty(pairs, dtype=torch.int64),
             torch.empty(pairs, max_chosen, dtype=torch.int64),
+            self.estimate,
             torch.empty(pairs, group * max_candidates),
         )
         addresses = [x.data_ptr() for x in (*self._buffers, self.loads, self.missed_mass, self.missed_blocks)]
