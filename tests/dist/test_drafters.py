@@ -24,12 +24,13 @@ from oasis_tp.llm import LLM
 from oasis_tp.request import Request, RequestSpec, SamplingParams, TokenOutput
 from tests import eagle3_reference
 from tests.dist.ranks import run_on_ranks
-from tests.dist.test_contracts import GREEDY, TOLERANCE
+from tests.dist.test_contracts import TOLERANCE
 from tests.tiny import make_tiny, make_tiny_eagle3
 
 SETTINGS = {
     "budget_tokens": 64, "recent_tokens": 32, "hot_factor": 4, "max_num_seqs": 8, "max_num_batched_tokens": 128,
 }  # fmt: skip
+GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True, logprobs=0)
 LENGTHS = (333, 20, 256, 150, 5, 64, 200, 31)
 ABORTED = {2: 30, 5: 9}
 """Request -> tokens it has when it is aborted."""
@@ -157,7 +158,7 @@ def test_a_draft_model_equal_to_the_target_is_accepted(root: Path) -> None:
     expected = LLM(target, attention="dense").generate(prompts(), GREEDY)
     assert [o.token_ids for o in outputs] == [e.outputs[0].token_ids for e in expected]
     drafted = sum(o.kv.draft_tokens for o in outputs if o.kv)
-    assert sum(o.kv.accepted_tokens for o in outputs if o.kv) >= 0.99 * drafted > 500
+    assert sum(o.kv.accepted_tokens for o in outputs if o.kv) >= 0.99 * drafted > 300
     assert llm.engine.stats().steps < 40
 
 
