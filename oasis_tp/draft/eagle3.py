@@ -84,8 +84,6 @@ class Eagle3Drafter(Drafter):
             hidden[going] = self._forward(ahead, tokens[going], hidden[going])
             tokens[going] = self.head.draft(hidden[going])
             drafts.append(tokens)
-        for index in known:
-            self.kv.rewind(requests[index].row, requests[index].num_tokens - 1)
         for index, row in zip(known, torch.stack(drafts, dim=1).tolist(), strict=True):
             proposals[index] = tuple(row[: counts[index]])
         return proposals
