@@ -11,7 +11,7 @@ import torch
 from oasis_tp.config import Config, SketchKind, SparsityConfig
 from oasis_tp.engine.drafting import draft, learn
 from oasis_tp.engine.plan import StepPlan
-from oasis_tp.engine.report import EngineStats, kv_stats
+from oasis_tp.engine.report import EngineStats, add_ended, kv_stats
 from oasis_tp.engine.sampler import Sampled
 from oasis_tp.engine.scheduler import Scheduler
 from oasis_tp.engine.startup import Started, start
@@ -78,7 +78,7 @@ class Engine:
             kept = ", ".join(self.runner.cache.sketches) or "none"
             raise ValueError(
                 f"attention {wanted.attention} with sketch {wanted.sketch}: this engine keeps {kept}; start it with "
-                f"--attention resolve --sketch {wanted.sketch}"
+                f"--attention {wanted.attention} --sketch {wanted.sketch}"
             )
         limit = self.config.batching.max_num_queued_reqs
         num_waiting = len(self.scheduler.waiting) + self._num_submitted - self._num_taken
@@ -209,7 +209,9 @@ class Engine:
                 continue
             for request in self.scheduler.abort(item):
                 self.runner.sampler.forget(item)
-                kv = kv_stats(self.runner, [request])[0] if request.row >= 0 else None
+                stats = kv_stats(self.runner, [request] if request.row >= 0 else [])
+                self._stats = add_ended(self._stats, stats)
+                kv = stats[0] if stats else None
                 outputs.append(TokenOutput(request_id=item, finish_reason=FinishReason.ABORT, kv=kv))
         return outputs
 
@@ -217,13 +219,7 @@ class Engine:
         """The step's events. Ranks know alike who ended, so their tier statistics can be summed here."""
         stats_of_ended = kv_stats(self.runner, ended)
         kv = {request.request_id: stats for request, stats in zip(ended, stats_of_ended, strict=True)}
-        self._stats = replace(
-            self._stats,
-            draft_tokens=self._stats.draft_tokens + sum(stats.draft_tokens for stats in stats_of_ended),
-            accepted_tokens=self._stats.accepted_tokens + sum(stats.accepted_tokens for stats in stats_of_ended),
-            selected_blocks=self._stats.selected_blocks + sum(stats.selected_blocks for stats in stats_of_ended),
-            missed_blocks=self._stats.missed_blocks + sum(stats.missed_blocks for stats in stats_of_ended),
-        )
+        self._stats = add_ended(self._stats, stats_of_ended)
         outputs = []
         logprobs = sampled.logprobs or [[None] * len(tokens) for tokens in sampled.token_ids]
         for request, tokens, of_tokens in zip(plan.sampled, sampled.token_ids, logprobs, strict=True):
@@ -256,6 +252,7 @@ class Engine:
             generation_tokens=before.generation_tokens + num_tokens,
             host_to_device_bytes=transfers.host_to_device_bytes if transfers else 0,
             device_to_host_bytes=transfers.device_to_host_bytes if transfers else 0,
+            exposed_wait_ns=transfers.exposed_wait_ns if transfers else 0,
             steps=before.steps + (not plan.is_empty),
             last_step_time=time.monotonic(),
         )

@@ -33,6 +33,7 @@ class SchedulerLimits:
     speculation: SpeculationConfig
     num_probes: int = 0
     """Drafts after the last verified one that a step may carry in rows of their own."""
+    on_cuda: bool = False
     sparsity: SparsityConfig
 
 
@@ -71,6 +72,11 @@ class Scheduler:
         factor = self.limits.hot_factor if sparsity.hot_factor == "auto" else float(sparsity.hot_factor)
         num_drafts = self.limits.speculation.num_drafts + self.limits.num_probes
         return SelectionLayout.from_config(sparsity, self.limits.block_size, factor, num_drafts)
+
+    def looks_ahead(self, request: Request) -> bool:
+        """Its steps bring in blocks for the next ones: some are not on the device, and it wants that."""
+        outgrows = len(request.pages) < self._num_blocks(request)
+        return outgrows and request.sparsity.looks_ahead(self.limits.on_cuda)
 
     def make_request(self, spec: RequestSpec) -> Request:
         """Fill in what the spec leaves open.
@@ -169,7 +175,7 @@ class Scheduler:
             drafts = request.draft_ids[: max(0, room - self.limits.block_size * prefilling)]
             num_verified = self._num_to_verify(request)
             plan.drafts.append(drafts[:num_verified])
-            plan.probes.append(drafts[num_verified : num_verified + self.limits.num_probes])
+            plan.probes.append(drafts[num_verified : num_verified + self._num_probes(request)])
             room -= len(plan.drafts[-1]) + len(plan.probes[-1])
         for request in self.running.values():
             left = request.num_prompt_tokens - request.num_computed
@@ -194,7 +200,7 @@ class Scheduler:
         for request in self.running.values():
             request.draft_ids = ()
             left = request.max_total_tokens - request.num_tokens - 1  # the last token's own row is never computed
-            count = min(left, self._num_to_verify(request) + self.limits.num_probes)
+            count = min(left, self._num_to_verify(request) + self._num_probes(request))
             if request.output_ids and count > 0:
                 wanted.append((request, count))
         return wanted
@@ -296,13 +302,16 @@ class Scheduler:
 
     def _num_to_verify(self, request: Request) -> int:
         """Drafts worth a row each in the next step, by the acceptance seen and by what the request's slots allow."""
-        if self.limits.speculation.num_drafts == 0:
+        if self.limits.speculation.num_drafts == 0 or request.sparsity.attention == "paper":
             return 0
         length = self._pace(request).length
         if len(request.pages) < self._num_blocks(request):
             # Each row may want a whole budget of its own.
             length = min(length, int(self.selection(request.sparsity).hot_factor) - 1)
         return length
+
+    def _num_probes(self, request: Request) -> int:
+        return self.limits.num_probes if self.looks_ahead(request) else 0
 
     def _pace(self, request: Request) -> DraftPace:
         pace = self._paces.get(request.request_id)

@@ -20,6 +20,7 @@ from oasis_tp.config import SparsityConfig
 from oasis_tp.draft.draft_model import ModelDrafter
 from oasis_tp.draft.eagle3 import Eagle3Drafter
 from oasis_tp.draft.ngram import NgramDrafter, NgramIndex
+from oasis_tp.engine.plan import StepPlan
 from oasis_tp.llm import LLM
 from oasis_tp.request import Request, RequestSpec, SamplingParams, TokenOutput
 from tests import eagle3_reference
@@ -127,10 +128,25 @@ def plain(root: Path) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.parametrize("prefetch", ["off", "on"])
 @pytest.mark.parametrize("name", ["ngram", "same_model", "other_model", "eagle3"])
-def test_same_tokens_with_every_drafter(root: Path, plain: dict[str, Any], name: str) -> None:
-    got = run(LLM(str(root / "target"), **SETTINGS, **drafters(root)[name]))
+def test_same_tokens_with_every_drafter(
+    root: Path, plain: dict[str, Any], name: str, prefetch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With prefetch the draft after the last verified one looks ahead in a row of its own."""
+    llm = LLM(str(root / "target"), prefetch=prefetch, **SETTINGS, **drafters(root)[name])
+    planned, num_probes = llm.engine.scheduler.plan, 0
+
+    def plan() -> StepPlan:
+        nonlocal num_probes
+        made = planned()
+        num_probes += sum(map(len, made.probes))
+        return made
+
+    monkeypatch.setattr(llm.engine.scheduler, "plan", plan)
+    got = run(llm)
     assert_same(got, plain)
+    assert (num_probes > 30) == (prefetch == "on")
     assert got["draft_tokens"] > 30
     if name == "same_model":  # of n-grams that hit, see test_speculation.py
         assert got["accepted_tokens"] > 30 and got["accepted_tokens"] < got["draft_tokens"]

@@ -54,13 +54,13 @@ def watch_rows(llm: LLM) -> None:
     prepare, seal, sample = cache.prepare, cache.seal, llm.engine.runner.sampler.sample
     committed: dict[int, int] = {}
 
-    def checked_prepare(states: list[Any], positions: list[int]) -> Any:
+    def checked_prepare(states: list[Any], positions: list[int], probes: list[bool]) -> Any:
         owners = {request.row: request for request in scheduler.running.values()}
         for state, position in zip(states, positions, strict=True):
             request = owners[state.row]
             assert position < request.max_total_tokens - 1, "the last token of a request is never computed"
             committed[state.row] = request.num_tokens
-        return prepare(states, positions)
+        return prepare(states, positions, probes)
 
     def checked_sample(logits: Any, requests: list[Any], drafts: Any) -> Any:
         sampled = sample(logits, requests, drafts)

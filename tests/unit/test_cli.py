@@ -14,7 +14,7 @@ FLAGS = """
 --model --dtype --max-model-len --served-model-name --chat-template --revision --seed
 --tensor-parallel-size --distributed-timeout-seconds --device --comm --check-ranks
 --gpu-memory-utilization --device-kv-gb --host-kv-gb --block-size
---attention --budget-tokens --recent-tokens --sink-blocks --hot-factor --sketch --tail-estimate
+--attention --budget-tokens --recent-tokens --sink-blocks --hot-factor --sketch --tail-estimate --prefetch --fetch-ratio
 --spec-method --spec-model --spec-tokens --prompt-lookup-max --prompt-lookup-min
 --max-num-seqs --max-num-batched-tokens --max-num-queued-reqs
 --host --port --api-key --api-key-file --shutdown-timeout --watchdog-timeout --sse-keep-alive-interval
@@ -114,7 +114,7 @@ def test_a_faulty_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
         ("--device-kv-gb 0", "--device-kv-gb"),
         ("--host-kv-gb inf", "--host-kv-gb"),
         ("--max-model-len 1", "--max-model-len"),
-        ("--spec-method ngram --recent-tokens 16", "--recent-tokens is 16; allowed: with drafts at least 20"),
+        ("--spec-method ngram --recent-tokens 16", "--recent-tokens is 16; allowed: with drafts at least 21"),
         ("--spec-tokens 0", "--spec-tokens"),
         ("--prompt-lookup-min 5", "--prompt-lookup-min is 5; allowed: 1 to --prompt-lookup-max (4)"),
         ("--max-num-seqs 0", "--max-num-seqs"),
@@ -167,7 +167,7 @@ def test_the_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> No
     assert main([]) == 2
 
 
-@pytest.mark.parametrize(("option", "value"), [("attention", "paper"), ("sketch", "3bit"), ("block_size", 17)])
+@pytest.mark.parametrize(("option", "value"), [("attention", "lossless"), ("sketch", "3bit"), ("block_size", 17)])
 def test_python_callers_get_the_same_checks(option: str, value: object) -> None:
     from oasis_tp.llm import make_config
 

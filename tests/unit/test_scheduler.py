@@ -476,9 +476,10 @@ def speculating(num_probes: int = 0, **changes: Any) -> Scheduler:
 
 
 def test_drafts_are_split_into_rows_to_verify_and_probes() -> None:
-    scheduler = speculating(num_probes=1)
-    scheduler.add(make_spec(0, 20, 12))
-    step(scheduler)
+    scheduler = speculating(num_probes=1, sparsity=replace(SPARSITY, hot_factor=6.0, prefetch="on"), hot_factor=6.0)
+    scheduler.add(make_spec(0, 280, 40))
+    while not scheduler.wanted_drafts():
+        step(scheduler)
     ((request, count),) = scheduler.wanted_drafts()
     assert count == 5, "four to verify and one to look ahead"
     request.draft_ids = (11, 12, 13, 14, 15)
@@ -490,6 +491,26 @@ def test_drafts_are_split_into_rows_to_verify_and_probes() -> None:
     request.draft_ids = (16,)
     plan = scheduler.plan()
     assert (plan.drafts, plan.probes) == ([()], [(16,)]), "who pauses verifies nothing and still looks ahead"
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "how", "expected"),
+    [
+        (280, {"prefetch": "on"}, [1]),
+        (280, {"prefetch": "auto"}, []),  # on a CPU
+        (20, {"prefetch": "on"}, [4]),  # everything is on the device
+        (280, {"attention": "paper"}, [1]),
+        (280, {"attention": "paper", "hot_factor": 3.0}, [1]),  # its drafts are never verified
+        (280, {"prefetch": "on", "hot_factor": 3.0}, [3]),
+    ],
+)
+def test_who_looks_ahead_asks_for_a_draft_to_do_it(num_prompt: int, how: dict[str, Any], expected: list[int]) -> None:
+    sparsity = replace(SPARSITY, **how)
+    scheduler = speculating(num_probes=1, sparsity=sparsity, hot_factor=4.0)
+    scheduler.add(make_spec(0, num_prompt, 40))
+    while not scheduler.running or next(iter(scheduler.running.values())).num_computed < num_prompt:
+        step(scheduler)
+    assert [count for _, count in scheduler.wanted_drafts()] == expected
 
 
 def test_no_draft_stands_past_the_end_of_its_request() -> None:
