@@ -5,12 +5,13 @@ import ast
 import difflib
 import importlib
 import inspect
+import json
 import re
 import shutil
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -26,6 +27,14 @@ COMMANDS = {
     "bench": "measurements: quality, decode speed, serving",
 }
 SUFFIXES = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
+SPECULATIVE_KEYS = {
+    "method": "spec_method",
+    "model": "spec_model",
+    "num_speculative_tokens": "spec_tokens",
+    "prompt_lookup_max": "prompt_lookup_max",
+    "prompt_lookup_min": "prompt_lookup_min",
+}
+"""Keys of --speculative-config, as vLLM names them, and the flags they stand for."""
 SHORT_FLAGS = {"tensor_parallel_size": ("-tp",)}
 
 
@@ -101,14 +110,42 @@ def parse_config(
     try:
         if given.config is not None:
             file_parser = _parser(f"{prog}: {given.config}", description)
-            values |= vars(file_parser.parse_args(_file_arguments(given.config)))
-        values |= vars(given)
+            values |= _spread(vars(file_parser.parse_args(_file_arguments(given.config))))
+        values |= _spread(vars(given))
         config = _build(values)
         validate(config)
     except ValueError as error:
         parser.error(str(error))
-    own = {flag.name for flag in config_flags()} | {"config"}
+    own = {flag.name for flag in config_flags()} | {"config", "speculative_config"}
     return config, argparse.Namespace(**{name: value for name, value in vars(given).items() if name not in own})
+
+
+def speculative_options(given: object) -> dict[str, Any]:
+    """Fields of `SpeculationConfig` from a mapping with vLLM's names for them.
+
+    Raises:
+        ValueError: it is no mapping, names no method, or has a key or a type of value that is not known.
+    """
+    known = ", ".join(SPECULATIVE_KEYS)
+    if not isinstance(given, Mapping):
+        raise ValueError(f"--speculative-config is {given!r:.80}; allowed: a JSON object with the keys {known}")
+    flags = {flag.name: flag for flag in config_flags()}
+    options = {}
+    for key, value in given.items():
+        if key not in SPECULATIVE_KEYS:
+            raise ValueError(
+                f"--speculative-config: unknown key {key}{_nearest(str(key), SPECULATIVE_KEYS)} (keys: {known})"
+            )
+        name = SPECULATIVE_KEYS[key]
+        kind = type(flags[name].default)
+        if type(value) is not kind:
+            wanted = {str: "a string", int: "a whole number"}[kind]
+            raise ValueError(f"--speculative-config: {key} is {value!r:.80}; allowed: {wanted}")
+        options[name] = value
+    if "method" not in given:
+        methods = ", ".join(get_args(flags["spec_method"].hint))
+        raise ValueError(f"--speculative-config: method is missing; allowed: {methods}")
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -149,7 +186,38 @@ def _parser(prog: str, description: str) -> argparse.ArgumentParser:
         groups[flag.section].add_argument(
             flag.option, *SHORT_FLAGS.get(flag.name, ()), dest=flag.name, default=argparse.SUPPRESS, **_keywords(flag)
         )
+    groups["speculation"].add_argument(
+        "--speculative-config",
+        metavar="JSON",
+        type=_json,
+        default=argparse.SUPPRESS,
+        help="The flags of this group in one object, by vLLM's names: " + ", ".join(SPECULATIVE_KEYS) + ".",
+    )
     return parser
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is no JSON: {error}") from None
+
+
+def _spread(values: dict[str, Any]) -> dict[str, Any]:
+    """The same with the options of --speculative-config in its place.
+
+    Raises:
+        ValueError: an option that stands both there and on its own, with different values.
+    """
+    if "speculative_config" not in values:
+        return values
+    rest = {name: value for name, value in values.items() if name != "speculative_config"}
+    options = speculative_options(values["speculative_config"])
+    for name, value in options.items():
+        if rest.get(name, value) != value:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{option} {rest[name]} and --speculative-config contradict each other: {value!r} there")
+    return rest | options
 
 
 def _keywords(flag: Flag) -> dict[str, Any]:
@@ -217,6 +285,9 @@ def _file_arguments(path: str) -> list[str]:
     arguments: list[str] = []
     for key, value in content.items():
         flag = flags.get(str(key).replace("-", "_"))
+        if str(key).replace("-", "_") == "speculative_config":
+            arguments.append(f"--speculative-config={value if isinstance(value, str) else json.dumps(value)}")
+            continue
         if flag is None:
             raise ValueError(f"--config {path}: unknown key {key}{_nearest(str(key).replace('_', '-'), _options())}")
         if flag.hint is bool:
@@ -263,7 +334,7 @@ def _is_union(hint: Any) -> bool:
 
 
 def _options() -> list[str]:
-    return [flag.option for flag in config_flags()]
+    return [*(flag.option for flag in config_flags()), "--speculative-config"]
 
 
 def _nearest(name: str, known: Sequence[str] | dict[str, Any]) -> str:

@@ -106,10 +106,15 @@ class SparsityConfig:
 class SpeculationConfig:
     """Tokens drafted ahead and verified together. They never change an answer."""
 
-    spec_method: Literal["none", "ngram"] = "none"
-    """Who drafts. `ngram`: what followed the same words earlier in the prompt or the answer (prompt lookup)."""
+    spec_method: Literal["none", "ngram", "draft_model", "eagle3"] = "none"
+    """Who drafts. `ngram`: what followed the same words earlier in the prompt or the answer (prompt lookup).
+    `draft_model`: a smaller model of the same vocabulary. `eagle3`: an EAGLE-3 head trained for the model."""
+    spec_model: str = ""
+    """draft_model and eagle3: the model that drafts, named as --model names one. Each rank holds all of it.
+    Default: none."""
     spec_tokens: int = 4
-    """Most tokens drafted per step. A request that is longer than its hot set verifies at most hot_factor - 1."""
+    """Most tokens drafted per step; fewer while they are not accepted. A request that is longer than its hot set
+    verifies at most hot_factor - 1."""
     prompt_lookup_max: int = 4
     """ngram: longest run of last tokens that is looked up first."""
     prompt_lookup_min: int = 2

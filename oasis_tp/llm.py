@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from typing import Any
 
+from oasis_tp.cli import speculative_options
 from oasis_tp.config import Config, SketchKind, SparsityConfig
 from oasis_tp.engine.engine import STUCK, Engine
 from oasis_tp.models.tokenizer import load_tokenizer, read_template
@@ -48,9 +49,17 @@ class HeldPrompt:
 def make_config(**options: Any) -> Config:
     """A Config from flag names with underscores: `make_config(model="smollm2", budget_tokens=512)`.
 
+    `speculative_config` may stand for the speculation options, as a dict with vLLM's names.
+
     Raises:
         ValueError: an unknown name, or a value outside its range.
     """
+    if "speculative_config" in options:
+        spread = speculative_options(options.pop("speculative_config"))
+        twice = sorted(spread.keys() & options.keys())
+        if twice:
+            raise ValueError(f"given twice, also in speculative_config: {', '.join(twice)}")
+        options |= spread
     sections = {}
     for section in fields(Config):
         kind: Any = section.default_factory

@@ -191,6 +191,11 @@ class Request:
     def num_tokens(self) -> int:
         return self.num_prompt_tokens + len(self.output_ids)
 
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Token ids [start, stop) of prompt and output; both ends at most `num_tokens`."""
+        split = self.num_prompt_tokens
+        return [*self.spec.prompt_ids[start:stop], *self.output_ids[max(0, start - split) : max(0, stop - split)]]
+
     def check_lengths(self) -> None:
         assert 0 <= self.num_computed <= self.num_tokens <= self.max_total_tokens, (
             self.num_computed,

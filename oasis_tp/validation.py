@@ -52,6 +52,10 @@ def validate(config: Config) -> None:
     _check("--host-kv-gb", host_gib, host_gib is None or 0 <= host_gib < math.inf, "a number from 0 (0: no host tier)")
     speculation = config.speculation
     _check("--spec-tokens", speculation.spec_tokens, 1 <= speculation.spec_tokens <= 16, "1 to 16")
+    needs_model = speculation.spec_method in ("draft_model", "eagle3")
+    if needs_model != bool(speculation.spec_model):
+        allowed = "a model, with --spec-method draft_model or eagle3, and with those only"
+        _check("--spec-model", speculation.spec_model, False, f"{allowed} (it is {speculation.spec_method})")
     smallest, largest = speculation.prompt_lookup_min, speculation.prompt_lookup_max
     _check("--prompt-lookup-min", smallest, 1 <= smallest <= largest, f"1 to --prompt-lookup-max ({largest})")
     validate_sparsity(config.sparsity, memory.block_size, lambda name: "--" + name.replace("_", "-"))

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 import torch
 
 from oasis_tp.config import Config, SketchKind, SparsityConfig
-from oasis_tp.engine.drafting import draft
+from oasis_tp.engine.drafting import draft, learn
 from oasis_tp.engine.plan import StepPlan
 from oasis_tp.engine.report import EngineStats, add_ended, kv_stats
 from oasis_tp.engine.sampler import Sampled
@@ -147,7 +147,7 @@ class Engine:
             sampled = self.runner.run(plan, self.scheduler)
             ended = self.scheduler.commit(plan, sampled.token_ids)
             outputs += self._report(plan, sampled, ended)
-            self._draft(plan)
+            self._draft(plan, sampled)
             num_tokens = sum(map(len, sampled.token_ids))
         elif (refused := self.scheduler.refuse_stuck()) is not None:
             outputs.append(TokenOutput(request_id=refused, finish_reason=FinishReason.ERROR, error=STUCK))
@@ -162,12 +162,14 @@ class Engine:
             if not state.resident:
                 self.runner.cache.residency.check_row(state.row)
 
-    def _draft(self, plan: StepPlan) -> None:
+    def _draft(self, plan: StepPlan, sampled: Sampled) -> None:
         """Drafts for the requests that decode next."""
         if self.drafter is None:
             return
         for row in plan.released_rows:
             self.drafter.release(row)
+        if self.drafter.feature_layers:
+            learn(self.drafter, plan, self.runner.features, sampled.token_ids)
         draft(self.drafter, self.tp, self.scheduler.wanted_drafts())
 
     def _exchange(self, wait: bool) -> tuple[list[RequestSpec | int], bool]:

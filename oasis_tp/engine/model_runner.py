@@ -52,6 +52,10 @@ class ModelRunner:
         self.sampler = sampler
         self.states: dict[int, RowState] = {}
         self._prompt_ends: dict[int, PromptEnd] = {}
+        self.feature_layers: tuple[int, ...] = ()
+        """Layers whose entering hidden states a drafter wants."""
+        self.features: dict[int, torch.Tensor] = {}
+        """Those of the latest step's rows per request id, [T, layers * hidden], the layers side by side."""
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, scheduler: Scheduler) -> Sampled:
@@ -72,6 +76,7 @@ class ModelRunner:
             self._begin(start.request, end, start.partial_source)
         if plan.num_tokens == 0 and not plan.sampled:
             return Sampled([], [])
+        self.features = {}
         logits = self._forward(plan) if plan.num_tokens else None
         sampled = self._sample(plan, logits)
         self._seal(plan, sampled)
@@ -103,14 +108,18 @@ class ModelRunner:
         positions: list[int] = []
         token_ids: list[int] = []
         is_probe: list[bool] = []
+        num_rows: dict[int, int] = {}
         for request, drafts, probes in zip(plan.decode, plan.drafts, plan.probes, strict=True):
             tokens = [request.output_ids[-1], *drafts, *probes]
             states += [self.states[request.row]] * len(tokens)
             positions += range(request.num_computed, request.num_computed + len(tokens))
             token_ids += tokens
             is_probe += [False] * (1 + len(drafts)) + [True] * len(probes)
+            num_rows[request.request_id] = len(tokens)
         batch = self.cache.prepare(states, positions, is_probe)
-        hidden = self._pass(token_ids, positions, lambda layer, q, k, v: self.cache.decode(layer, batch, q, k, v))
+        hidden = self._pass(
+            token_ids, positions, lambda layer, q, k, v: self.cache.decode(layer, batch, q, k, v), num_rows
+        )
         if not any(is_probe):
             return [hidden]
         return [hidden[[row for row, probe in enumerate(is_probe) if not probe]]]
@@ -123,14 +132,25 @@ class ModelRunner:
             chunk = segment.chunk
             token_ids += chunk.request.spec.prompt_ids[chunk.start : chunk.stop]
             positions += range(chunk.start, chunk.stop)
-        hidden = self._pass(token_ids, positions, lambda layer, q, k, v: self._attend(layer, q, k, v, segments))
+        num_rows = {segment.chunk.request.request_id: segment.last - segment.first for segment in segments}
+        hidden = self._pass(
+            token_ids, positions, lambda layer, q, k, v: self._attend(layer, q, k, v, segments), num_rows
+        )
         return [hidden[segment.last - 1 : segment.last] for segment in segments if segment.end is not None]
 
-    def _pass(self, token_ids: list[int], positions: list[int], attend: Attend) -> torch.Tensor:
+    def _pass(
+        self, token_ids: list[int], positions: list[int], attend: Attend, num_rows: dict[int, int]
+    ) -> torch.Tensor:
+        """Hidden states [T, hidden]; `num_rows` of each request id, in the order of the rows."""
         device = self.model.device
-        return self.model.forward(
-            torch.tensor(token_ids, device=device), torch.tensor(positions, device=device), attend
+        features = dict.fromkeys(self.feature_layers, torch.empty(0)) if self.feature_layers else None
+        hidden = self.model.forward(
+            torch.tensor(token_ids, device=device), torch.tensor(positions, device=device), attend, features
         )
+        if features is not None:
+            side_by_side = torch.cat([features[layer] for layer in self.feature_layers], dim=-1)
+            self.features |= zip(num_rows, side_by_side.split(list(num_rows.values())), strict=True)
+        return hidden
 
     def _segment(self, chunk: PrefillChunk, first: int) -> Segment:
         mask = causal_mask(chunk.start, chunk.stop, self.model.dtype, self.model.device)

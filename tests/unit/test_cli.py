@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from oasis_tp.cli import config_flags, main, parse_config
-from oasis_tp.config import Config, SparsityConfig
+from oasis_tp.config import Config, SparsityConfig, SpeculationConfig
+from oasis_tp.llm import make_config
 from oasis_tp.validation import validate
 
 FLAGS = """
@@ -14,7 +15,7 @@ FLAGS = """
 --tensor-parallel-size --distributed-timeout-seconds --device --comm --check-ranks
 --gpu-memory-utilization --device-kv-gb --host-kv-gb --block-size
 --attention --budget-tokens --recent-tokens --sink-blocks --hot-factor --sketch --tail-estimate --prefetch --fetch-ratio
---spec-method --spec-tokens --prompt-lookup-max --prompt-lookup-min
+--spec-method --spec-model --spec-tokens --prompt-lookup-max --prompt-lookup-min
 --max-num-seqs --max-num-batched-tokens --max-num-queued-reqs
 --host --port --api-key --api-key-file --shutdown-timeout --watchdog-timeout --sse-keep-alive-interval
 --log-format --log-level
@@ -172,3 +173,43 @@ def test_python_callers_get_the_same_checks(option: str, value: object) -> None:
 
     with pytest.raises(ValueError, match=f"--{option.replace('_', '-')} is {value!r}; allowed: "):
         make_config(**{option: value})
+
+
+def test_speculative_config_stands_for_the_flags(tmp_path: Path) -> None:
+    """vLLM's names, from the command line, from a file as a mapping or as text, and from Python."""
+    text = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 5}'
+    expected = SpeculationConfig(spec_method="ngram", spec_tokens=3, prompt_lookup_max=5)
+    assert parse("--speculative-config", text).speculation == expected
+    for index, line in enumerate((text, f"'{text}'")):
+        file = tmp_path / f"{index}.yaml"
+        file.write_text(f"speculative-config: {line}\n")
+        assert parse("--config", str(file)).speculation == expected
+        assert parse("--config", str(file), "--spec-tokens", "2").speculation.spec_tokens == 2
+    assert make_config(speculative_config={"method": "ngram", "num_speculative_tokens": 3}).speculation.spec_tokens == 3
+    assert parse("--speculative-config", text, "--spec-tokens", "3").speculation == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("{", "'{' is no JSON"),
+        ("[1]", "--speculative-config is [1]; allowed: a JSON object"),
+        ('{"method": "ngram", "num_tokens": 3}', "unknown key num_tokens"),
+        (
+            '{"method": "ngram", "num_speculative_tokens": "3"}',
+            "num_speculative_tokens is '3'; allowed: a whole number",
+        ),
+        ('{"model": "some/dir"}', "method is missing; allowed: none, ngram, draft_model, eagle3"),
+        ('{"method": "medusa"}', "--spec-method is 'medusa'; allowed: none, ngram, draft_model, eagle3"),
+        ('{"method": "eagle3"}', "--spec-model is ''; allowed: a model"),
+    ],
+)
+def test_speculative_configs_that_are_refused(capsys: pytest.CaptureFixture[str], given: str, message: str) -> None:
+    assert message in refused(capsys, "--speculative-config", given)
+
+
+def test_speculative_config_may_not_contradict_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    error = refused(capsys, "--speculative-config", '{"method": "ngram"}', "--spec-method", "none")
+    assert "--spec-method none and --speculative-config contradict each other: 'ngram' there" in error
+    with pytest.raises(ValueError, match="given twice, also in speculative_config: spec_method"):
+        make_config(spec_method="ngram", speculative_config={"method": "ngram"})
