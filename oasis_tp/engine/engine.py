@@ -145,7 +145,7 @@ class Engine:
             sampled = self.runner.run(plan, self.scheduler)
             ended = self.scheduler.commit(plan, sampled.token_ids)
             outputs += self._report(plan, sampled, ended)
-            num_tokens = sum(map(len, sampled.token_ids))
+            num_tokens = sum(output.token_id is not None for output in outputs)
         elif (refused := self.scheduler.refuse_stuck()) is not None:
             outputs.append(TokenOutput(request_id=refused, finish_reason=FinishReason.ERROR, error=STUCK))
         self._count(plan, num_tokens)
@@ -217,13 +217,16 @@ class Engine:
             reason = request.finish_reason
             if reason is not None:
                 self.runner.sampler.forget(request.request_id)
+            scores = sampled.prompt_logprobs.get(request.request_id)
+            silent = request.spec.sampling.max_tokens == 0
             for index, token_id in enumerate(tokens):
                 last = index == len(tokens) - 1
                 outputs.append(
                     TokenOutput(
                         request_id=request.request_id,
-                        token_id=token_id if token_id >= 0 else None,
-                        logprobs=of_tokens[index],
+                        token_id=token_id if token_id >= 0 and not silent else None,
+                        logprobs=None if silent else of_tokens[index],
+                        prompt_logprobs=None if scores is None or index else tuple(scores),
                         finish_reason=reason if last else None,
                         kv=kv.get(request.request_id) if last else None,
                         error=None if token_id >= 0 else "the model's output for this request was not a finite number",

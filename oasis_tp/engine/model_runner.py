@@ -10,6 +10,7 @@ from oasis_tp.engine.kv_cache import KvCache
 from oasis_tp.engine.plan import PrefillChunk, StepPlan
 from oasis_tp.engine.sampler import Sampled, Sampler
 from oasis_tp.engine.scheduler import Scheduler
+from oasis_tp.engine.token_logprobs import PromptLogprobs, chunk_logprobs, is_finite
 from oasis_tp.models.llama import LlamaModel
 from oasis_tp.nn.attention import causal_mask
 from oasis_tp.request import Request
@@ -52,6 +53,7 @@ class ModelRunner:
         self.sampler = sampler
         self.states: dict[int, RowState] = {}
         self._prompt_ends: dict[int, PromptEnd] = {}
+        self._prompt_logprobs: dict[int, PromptLogprobs] = {}  # by row, of prompts that are not done
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, scheduler: Scheduler) -> Sampled:
@@ -61,6 +63,7 @@ class ModelRunner:
         """
         for row in plan.released_rows:
             self.states.pop(row, None)
+            self._prompt_logprobs.pop(row, None)
         for parent_id in plan.dropped_prefixes:
             self._prompt_ends.pop(parent_id, None)
         for request in plan.admitted:
@@ -107,6 +110,11 @@ class ModelRunner:
         if wanted.numel():
             logits = self.tp.gather_logits(self.model.logits(hidden[wanted]), self.model.vocab_ranges)
         self._finish_prompts(plan, segments, logits)
+        for segment in segments:
+            request = segment.chunk.request
+            if request.spec.sampling.prompt_logprobs is not None:
+                scores = chunk_logprobs(self.model, hidden[segment.first : segment.last], segment.chunk)
+                self._prompt_logprobs.setdefault(request.row, []).extend(scores)
         return logits
 
     def _segment(self, chunk: PrefillChunk, first: int) -> Segment:
@@ -175,12 +183,22 @@ class ModelRunner:
                 assert first_logits is not None
                 rows.append(first_logits)
             sampled = self.sampler.sample(torch.stack(rows), requests, drafts)
+            self._add_prompt_logprobs(plan, sampled)
             for row, tokens in zip(message, sampled.token_ids, strict=True):
                 row[:] = torch.tensor(tokens + [NO_TOKEN] * (len(row) - len(tokens)))
         if requests:
             self.tp.broadcast(message)
         accepted = [[token for token in row if token != NO_TOKEN] for row in message.tolist()]
-        return Sampled(accepted, sampled.logprobs)
+        return Sampled(accepted, sampled.logprobs, sampled.prompt_logprobs)
+
+    def _add_prompt_logprobs(self, plan: StepPlan, sampled: Sampled) -> None:
+        """Rank 0: hand over those of prompts that end here; numbers that are not finite end their request."""
+        for request, tokens in zip(plan.sampled, sampled.token_ids, strict=True):
+            scores = self._prompt_logprobs.pop(request.row, None)
+            if scores is not None:
+                sampled.prompt_logprobs[request.request_id] = scores
+                if not is_finite(scores):
+                    tokens[:] = [-1]
 
     def _seal(self, plan: StepPlan, sampled: Sampled) -> None:
         """Seal the blocks that this step's committed tokens completed; rejected drafts complete nothing."""

@@ -18,7 +18,7 @@ from oasis_tp.models.tokenizer import Tokenizer
 from oasis_tp.request import QueueFullError
 from oasis_tp.server.auth import KeyCheck
 from oasis_tp.server.bridge import EngineBridge, EngineDeadError, OutputStream
-from oasis_tp.server.generation import Generation, prompt_texts
+from oasis_tp.server.generation import Generation, echoes
 from oasis_tp.server.metrics import CONTENT_TYPE, Metrics
 from oasis_tp.server.protocol import (
     ApiError,
@@ -84,7 +84,7 @@ def create_app(bridge: EngineBridge, tokenizer: Tokenizer, config: Config, api_k
             return_kv_stats=body.return_kv_stats,
             metrics=metrics,
             arrival=request.state.arrival,
-            echoes=prompt_texts(body, tokenizer.backend) if isinstance(body, CompletionRequest) else (),
+            echoes=echoes(body, prompts, tokenizer.backend),
         )
 
     async def encode(texts: list[str], add_special_tokens: bool) -> list[list[int]]:

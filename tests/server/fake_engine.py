@@ -168,10 +168,19 @@ class FakeEngine:
         if spec.sampling.logprobs is not None:
             top = ((token, -0.5), (65, float("-inf")), (200, -3.0))[: spec.sampling.logprobs]
             logprobs = TokenLogprobs(logprob=-0.5, top=top)
+        scores = None
+        if spec.sampling.prompt_logprobs is not None and self._live[request_id] == 1:
+            scores = tuple(
+                TokenLogprobs(logprob=-0.25, top=((token, -0.25), (65, -2.0))[: spec.sampling.prompt_logprobs])
+                for token in spec.prompt_ids[1:]
+            )
+        if spec.sampling.max_tokens == 0:
+            token, logprobs, finish = None, None, FinishReason.LENGTH
         return TokenOutput(
             request_id=request_id,
             token_id=token,
             logprobs=logprobs,
+            prompt_logprobs=scores,
             finish_reason=finish,
             kv=None if finish is None else KV,
         )

@@ -164,6 +164,32 @@ def test_echo_puts_the_prompt_first_once(served: Any, prompt: Any) -> None:
     assert texts == [first + ANSWER] * 4
 
 
+@pytest.mark.parametrize("prompt", [PROMPT, [50, 64, 88, 256]])
+@pytest.mark.parametrize("max_tokens", [0, 2])
+def test_echo_reports_the_prompt_s_logprobs(served: Any, prompt: Any, max_tokens: int) -> None:
+    ids = served.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    names = [served.engine.tokenizer.backend.decode([token], skip_special_tokens=False) for token in ids]
+    body = {"model": "tiny", "prompt": [prompt, prompt], "max_tokens": max_tokens, "echo": True, "logprobs": 2}
+    reply = served.openai.completions.create(**body)
+    for choice in reply.choices:
+        logprobs = choice.logprobs
+        assert choice.text == "".join(names) + ANSWER[:max_tokens]
+        assert logprobs.tokens[: len(ids)] == names
+        assert logprobs.token_logprobs == [None] + [-0.25] * (len(ids) - 1) + [-0.5] * max_tokens
+        assert logprobs.top_logprobs[0] is None and len(logprobs.top_logprobs) == len(ids) + max_tokens
+        other = served.engine.tokenizer.backend.decode([65])
+        assert logprobs.top_logprobs[1] == {names[1]: -0.25, other: -2.0}
+        assert logprobs.text_offset == [len("".join(logprobs.tokens[:index])) for index in range(len(logprobs.tokens))]
+        assert choice.finish_reason == "length"
+    assert reply.usage.completion_tokens == 2 * max_tokens
+    chunks = list(served.openai.completions.create(**body, stream=True))
+    for index, choice in enumerate(reply.choices):
+        deltas = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
+        assert "".join(delta.text for delta in deltas) == choice.text
+        reports = [delta.logprobs for delta in deltas if delta.logprobs]
+        assert sum((report.token_logprobs for report in reports), []) == choice.logprobs.token_logprobs
+
+
 HORRORS = [
     ({"prompt": ""}, "prompt"),
     ({"prompt": []}, "prompt"),
@@ -204,7 +230,10 @@ HORRORS = [
     ({"prompt": "x", "frequency_penalty": 2.5}, "frequency_penalty"),
     ({"prompt": "x", "presence_penalty": -2.5}, "presence_penalty"),
     ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty"),
-    ({"prompt": "x", "echo": True, "logprobs": 1}, "echo"),
+    ({"prompt": "x", "echo": True, "max_tokens": -1}, "max_tokens"),
+    ({"messages": CHAT, "max_tokens": 0}, "max_tokens"),
+    ({"messages": CHAT, "max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"messages": CHAT, "max_completion_tokens": 0, "max_tokens": 5}, "max_completion_tokens"),
     ({"prompt": "x", "logit_bias": {"-5": 1}}, "logit_bias"),
     ({"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias"),
     ({"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias"),
