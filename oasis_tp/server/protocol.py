@@ -370,6 +370,17 @@ class ChoiceDelta:
         return choice if self.kv is None else choice | {"kv": self.kv}
 
 
+def blamed_field(message: str, body: CompletionRequest | ChatRequest) -> str | None:
+    """The field of the body that a refusal of the engine begins with, under the name that this route has for it."""
+    word = message.split(maxsplit=1)[0]
+    name = word.split(".")[0]
+    if name == "prompt" and isinstance(body, ChatRequest):
+        return "messages"
+    if name in SparsityOverride.model_fields:
+        return f"sparsity.{name}"
+    return word if name in type(body).model_fields else None
+
+
 def check_model(name: str | None, served: Sequence[str]) -> str:
     """The name an answer carries. Raises: ApiError: it is not among those served."""
     if name is not None and name not in served:

@@ -99,11 +99,11 @@ class FakeEngine:
 
     def submit(self, spec: RequestSpec) -> None:
         if not spec.prompt_ids:
-            raise ValueError("the prompt is empty")
+            raise ValueError("prompt is empty")
         if len(spec.prompt_ids) >= self.max_model_len:
-            raise ValueError(f"the prompt has {len(spec.prompt_ids)} tokens; max_model_len is {self.max_model_len}")
+            raise ValueError(f"prompt has {len(spec.prompt_ids)} tokens; max_model_len is {self.max_model_len}")
         if not all(0 <= token < self.vocab_size for token in spec.prompt_ids):
-            raise ValueError("a token id is outside the vocabulary")
+            raise ValueError("prompt has a token id outside the vocabulary")
         with self._change:
             if len(self._live) >= 8:
                 raise QueueFullError("8 requests are waiting")

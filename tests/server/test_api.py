@@ -4,10 +4,13 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
+
+from oasis_tp.server.body_limit import MAX_BODY_BYTES
 
 ANSWER = "Grüße, 😀 world! END of story"
 PROMPT = "Say it:"
@@ -187,7 +190,7 @@ def test_echo_reports_the_prompt_s_logprobs(served: Any, prompt: Any, max_tokens
         deltas = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
         assert "".join(delta.text for delta in deltas) == choice.text
         reports = [delta.logprobs for delta in deltas if delta.logprobs]
-        assert sum((report.token_logprobs for report in reports), []) == choice.logprobs.token_logprobs
+        assert [value for report in reports for value in report.token_logprobs] == choice.logprobs.token_logprobs
 
 
 HORRORS = [
@@ -203,9 +206,9 @@ HORRORS = [
     ({"prompt": [1.5]}, "prompt"),
     ({"prompt": [True]}, "prompt"),
     ({"prompt": {"a": 1}}, "prompt"),
-    ({"prompt": [-1]}, None),
-    ({"prompt": [257]}, None),
-    ({"prompt": [10**30]}, None),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [257]}, "prompt"),
+    ({"prompt": [10**30]}, "prompt"),
     ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
     ({"prompt": "x", "max_tokens": -1}, "max_tokens"),
     ({"prompt": "x", "max_tokens": 2**40}, "max_tokens"),
@@ -240,12 +243,13 @@ HORRORS = [
     ({"prompt": "x", "logit_bias": {"5": 1, "05": 1}}, "logit_bias"),
     ({"prompt": "x", "logit_bias": [1]}, "logit_bias"),
     ({"prompt": "x", "temprature": 1}, "temprature"),
-    ({"prompt": "x", "sparsity": {"budget_tokens": 0}}, None),
-    ({"prompt": "x", "sparsity": {"recent_tokens": 1}}, None),
+    ({"prompt": "x", "sparsity": {"budget_tokens": 0}}, "sparsity.budget_tokens"),
+    ({"prompt": "x", "sparsity": {"recent_tokens": 1}}, "sparsity.recent_tokens"),
     ({"prompt": "x", "sparsity": {"sketch": "3bit"}}, "sparsity.sketch"),
     ({"prompt": "x", "sparsity": {"hot_factor": 2}}, "sparsity.hot_factor"),
     ({"prompt": "x", "sparsity": {"budget": 2}}, "sparsity.budget"),
     ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user", "content": "x" * 64}]}, "messages"),
     ({"messages": "hi"}, "messages"),
     ({"messages": [{"role": "user"}]}, "messages.0.content"),
     ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
@@ -292,6 +296,23 @@ def test_malformed_bodies_are_400(served: Any, content: bytes) -> None:
     reply = served.http.post(path, content=content, headers={"Content-Type": "application/json"})
     assert reply.status_code == 400 and reply.json()["error"]["message"], reply.text
     assert not served.engine.specs
+
+
+def chunked(num_bytes: int) -> Iterator[bytes]:
+    """A body that does not say how long it is."""
+    for _ in range(0, num_bytes, 2**16):
+        yield b" " * 2**16
+
+
+def test_a_body_that_no_request_needs_is_not_read(served: Any) -> None:
+    too_long = MAX_BODY_BYTES + 2**16
+    headers = {"Content-Type": "application/json"}
+    for content in (b" " * too_long, chunked(too_long)):
+        reply = served.http.post("/v1/completions", content=content, headers=headers)
+        assert (reply.status_code, reply.json()["error"]["type"]) == (413, "invalid_request_error")
+        assert str(MAX_BODY_BYTES) in reply.json()["error"]["message"]
+    padded = b" " * (MAX_BODY_BYTES - 100) + b'{"prompt": "x"}'
+    assert served.http.post("/v1/completions", content=padded, headers=headers).status_code == 200
 
 
 def test_too_long_names_both_numbers_and_unknown_model_is_404(served: Any) -> None:
