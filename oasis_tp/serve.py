@@ -1,11 +1,14 @@
 """`oasis_tp.serve`: the OpenAI-compatible HTTP server, one process per rank."""
 
 import logging
+import os
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 
 PROG = "oasis-tp serve"
 LEAVE = (signal.SIGTERM, signal.SIGINT)
+FAREWELL_S = 2.0
+"""How long a server whose engine is dead goes on answering 503, so that whoever probes it sees why."""
 GOODBYE_S = 5
 """How long open connections get to read their last event at the end."""
 
@@ -123,7 +128,6 @@ def serve(
     def drain() -> None:
         if not bridge.drain(config.server.shutdown_timeout, "the server is shutting down"):
             logger.warning("requests are still open after %s s: aborted", config.server.shutdown_timeout)
-        server.stop_accepting()
         engine.stop()
 
     def leave(signum: int, _: FrameType | None) -> None:
@@ -133,6 +137,7 @@ def serve(
 
     def tell_hang() -> None:
         bridge.shut_down(FinishReason.ERROR, "the engine hangs; the server is shutting down")
+        time.sleep(FAREWELL_S)
         server.join()
 
     server.start()
@@ -146,6 +151,7 @@ def serve(
         bridge.shut_down(FinishReason.ABORT, "the server is shutting down")
     except BaseException:
         bridge.shut_down(FinishReason.ERROR, "the engine has failed; the server is shutting down")
+        time.sleep(FAREWELL_S)
         raise
     finally:
         watchdog.stop()
@@ -156,6 +162,15 @@ def _watchdog(engine: "Engine", config: Config, on_hang: Callable[[], None]) -> 
     watchdog = Watchdog(config.server.watchdog_timeout, lambda: engine.stats().last_step_time, on_hang)
     watchdog.start()
     return watchdog
+
+
+def _wake(server_pid: int) -> None:
+    """On a rank whose engine hangs: a server that was stopped (SIGSTOP) must go on, or it could tell nobody.
+
+    Its own watchdog then finds out at once. Harmless in all other cases, and useless for a server on another host.
+    """
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(server_pid, signal.SIGCONT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -176,6 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         engine = Engine.create(config)
         tokenizer = load_tokenizer(engine.model_dir, template)
+        server_pid = engine.tp.max_over_ranks([os.getpid() if rank == 0 else 0])[0] if ranks.size > 1 else 0
     except ValueError as error:
         print(f"{PROG}: error: {error}", file=sys.stderr, flush=True)
         return 2
@@ -186,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # The launcher signals every rank; this one leaves when rank 0 says so.
             for signum in LEAVE:
                 signal.signal(signum, signal.SIG_IGN)
-            watchdog = _watchdog(engine, config, lambda: None)
+            watchdog = _watchdog(engine, config, lambda: _wake(server_pid))
             engine.run()
             watchdog.stop()
     except Exception:
