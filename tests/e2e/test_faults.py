@@ -66,11 +66,12 @@ class HealthWatch:
     def __init__(self, url: str) -> None:
         self.statuses: list[int] = []
         self._url = url
-        self._stopped = threading.Event()
+        self._answered, self._stopped = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch)
 
     def __enter__(self) -> "HealthWatch":
         self._thread.start()
+        assert self._answered.wait(30)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -85,6 +86,7 @@ class HealthWatch:
                 status = 0
             if self.statuses[-1:] != [status]:
                 self.statuses.append(status)
+            self._answered.set()
 
 
 def check_fault(fault: str, rank: int, model: Path, **environment: str) -> None:
