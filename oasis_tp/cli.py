@@ -5,6 +5,8 @@ import ast
 import difflib
 import importlib
 import inspect
+import json
+import os
 import re
 import shutil
 import sys
@@ -12,7 +14,7 @@ import textwrap
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import IO, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from oasis_tp import __version__
 from oasis_tp.config import Config
@@ -25,6 +27,28 @@ COMMANDS = {
     "slurm": "a Slurm job script for any of these",
     "bench": "measurements: quality, decode speed, serving",
 }
+NOT_HERE = {
+    "--fetch-ratio": "blocks are fetched when they are wanted, not in the background, so there is no share to cap",
+    "--prefetch": "blocks are fetched when they are wanted; nothing is brought in ahead of that yet",
+    "--no-prefetch": "nothing is fetched ahead of its use yet: leave the option out",
+    "--spec-model": "draft models are not supported; --spec-method ngram drafts without one",
+    "--enable-prefix-caching": "prompts do not share KV between requests yet (choices of one request do)",
+    "--enforce-eager": "there are no CUDA graphs to turn off: leave the option out",
+    "--pipeline-parallel-size": "layers are not split over ranks; --tensor-parallel-size splits heads",
+    "--swap-space": "KV beyond the device lives in the host tier: --host-kv-gb, or --kv-offloading-size",
+    "--cpu-offload-gb": "weights stay on the device; KV beyond it lives in the host tier (--host-kv-gb)",
+    "--quantization": "weights are used in --dtype; quantised .gguf files are dequantised when they are loaded",
+    "--trust-remote-code": "no code of a model is ever run: leave the option out",
+}
+"""Options that people bring from elsewhere, and why they cannot be had."""
+SPECULATIVE_KEYS = {
+    "method": "--spec-method",
+    "model": "--spec-model",
+    "num_speculative_tokens": "--spec-tokens",
+    "prompt_lookup_max": "--prompt-lookup-max",
+    "prompt_lookup_min": "--prompt-lookup-min",
+}
+"""vLLM's --speculative-config, key by key."""
 SUFFIXES = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
 SHORT_FLAGS = {"tensor_parallel_size": ("-tp",)}
 
@@ -84,10 +108,12 @@ def parse_config(
     parser = _parser(prog, description)
     if extra is not None:
         extra(parser)
-    given, rest = parser.parse_known_args(argv)
+    given, rest = parser.parse_known_args(_spell_out(sys.argv[1:] if argv is None else argv, parser.error))
     unknown = [arg for arg in rest if arg.startswith("-") and arg != "--"]
     if unknown:
         name = unknown[0].split("=")[0]
+        if name in NOT_HERE:
+            parser.error(f"{name}: {NOT_HERE[name]}")
         parser.error(f"unknown option {name}{_nearest(name, parser._option_string_actions)}")
     positional = [arg for arg in rest if arg != "--"]
     if len(positional) > 1:
@@ -117,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = [f"  {name:<10}{text}" for name, text in COMMANDS.items()]
     usage = "\n".join(["usage: oasis-tp COMMAND [options]", "", *lines, "", "oasis-tp COMMAND --help lists options."])
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(usage, file=sys.stdout if arguments else sys.stderr)
+        say(usage + "\n", sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
     command, *rest = arguments
     if command == "--version":
@@ -129,10 +155,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return importlib.import_module(f"oasis_tp.{command}").main(rest)
 
 
+def say(text: str, file: IO[str]) -> None:
+    """Print, whether or not anybody still reads (`--help | head`)."""
+    try:
+        file.write(text)
+        file.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # or the interpreter would complain at its end
+
+
+class _Parser(argparse.ArgumentParser):
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if message:
+            say(message, file or sys.stderr)
+
+
 def _parser(prog: str, description: str) -> argparse.ArgumentParser:
     """A parser of all `Config` flags that records only what was given."""
     width = min(100, shutil.get_terminal_size().columns)
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=prog,
         usage="%(prog)s [MODEL] [options]",
         description=description,
@@ -149,6 +190,10 @@ def _parser(prog: str, description: str) -> argparse.ArgumentParser:
         groups[flag.section].add_argument(
             flag.option, *SHORT_FLAGS.get(flag.name, ()), dest=flag.name, default=argparse.SUPPRESS, **_keywords(flag)
         )
+    groups["speculation"].add_argument(
+        "--speculative-config", metavar="JSON", default=argparse.SUPPRESS,
+        help=f"The same as one object, for who comes from vLLM: {', '.join(SPECULATIVE_KEYS)}.",
+    )  # fmt: skip
     return parser
 
 
@@ -232,6 +277,26 @@ def _file_arguments(path: str) -> list[str]:
         elif value is not None:
             arguments.append(f"{flag.option}={value}")
     return arguments
+
+
+def _spell_out(argv: Sequence[str], refuse: Callable[[str], NoReturn]) -> list[str]:
+    """The command line with `--speculative-config JSON` replaced by the flags that it stands for."""
+    option, words = "--speculative-config", list(argv)
+    for at, word in enumerate(words):
+        if word == option or word.startswith(option + "="):
+            text = word.partition("=")[2] if "=" in word else "".join(words[at + 1 : at + 2])
+            try:
+                content = json.loads(text)
+            except ValueError:
+                content = None
+            if not isinstance(content, dict):
+                refuse(f"{option} is {text!r}; allowed: a JSON object")
+            unknown = sorted(content.keys() - SPECULATIVE_KEYS.keys())
+            if unknown:
+                refuse(f"{option}: unknown key {unknown[0]}{_nearest(unknown[0], SPECULATIVE_KEYS)}")
+            flags = [f"{SPECULATIVE_KEYS[key]}={value}" for key, value in content.items()]
+            return words[:at] + flags + words[at + (1 if "=" in word else 2) :]
+    return words
 
 
 def _build(values: dict[str, Any]) -> Config:

@@ -61,6 +61,8 @@ class TpGroup:
                 f"start it with torchrun --nproc_per_node {config.tensor_parallel_size}, or leave the option out"
             )
         device = _choose_device(config.device, ranks.local_rank)
+        if config.comm == "nccl" and device.type != "cuda":
+            raise ValueError("--comm nccl: NCCL needs CUDA; on the CPU use auto, shm or gloo")
         if device.type == "cpu":
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.local_size))
         if ranks.size == 1:
@@ -162,8 +164,6 @@ def _choose_collective(wanted: str, ranks: RankInfo, device: torch.device) -> st
         if wanted not in ("auto", "nccl"):
             raise ValueError(f"--comm {wanted}: on CUDA only nccl (or auto) is supported")
         return "nccl"
-    if wanted == "nccl":
-        raise ValueError("--comm nccl: NCCL needs CUDA; on the CPU use auto, shm or gloo")
     if wanted == "gloo":
         return "gloo"
     why_not = _why_no_shm(ranks)

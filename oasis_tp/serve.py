@@ -1,5 +1,6 @@
 """`oasis_tp.serve`: the OpenAI-compatible HTTP server, one process per rank."""
 
+import errno
 import logging
 import os
 import signal
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -97,6 +99,8 @@ def bind(config: ServerConfig) -> socket.socket:
     Raises:
         ValueError: the address is not this machine's, or the port is in use or not allowed.
     """
+    if config.uds is not None:
+        return _bind_unix(config.uds)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -109,7 +113,28 @@ def bind(config: ServerConfig) -> socket.socket:
     return sock
 
 
+def _bind_unix(path: str) -> socket.socket:
+    """A socket file that nobody listens on any more is replaced."""
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        if Path(path).is_socket():
+            try:
+                sock.connect(path)
+            except ConnectionRefusedError:
+                os.unlink(path)
+            else:
+                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+        sock.bind(path)
+    except OSError as error:
+        sock.close()
+        raise ValueError(f"--uds {path}: {error.strerror or error}") from error
+    return sock
+
+
 def url_of(sock: socket.socket) -> str:
+    """What a client is to be told; `unix:` and the path where there is no port."""
+    if sock.family is socket.AF_UNIX:
+        return f"unix:{sock.getsockname()}"
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -156,6 +181,8 @@ def serve(
     finally:
         watchdog.stop()
         server.join()
+        if config.server.uds is not None:
+            os.unlink(config.server.uds)
 
 
 def _watchdog(engine: "Engine", config: Config, on_hang: Callable[[], None]) -> Watchdog:

@@ -30,10 +30,11 @@ def kv_memory(config: MemoryConfig, tp: TpGroup, reserved_bytes: int) -> tuple[i
     """
     available, ranks = available_host_bytes(), tp.local_size
     on_cpu = tp.device.type == "cpu"
-    host = available // 2 // ranks if config.host_kv_gb is None else int(config.host_kv_gb * GIB)
+    host_gib = config.host_gib(tp.size)
+    host = available // 2 // ranks if host_gib is None else int(host_gib * GIB)
     device = available // 4 // ranks if config.device_kv_gb is None else int(config.device_kv_gb * GIB)
     if (host + device * on_cpu) * ranks > available:
-        asked = {"--host-kv-gb": config.host_kv_gb, "--device-kv-gb": config.device_kv_gb if on_cpu else None}
+        asked = {"--host-kv-gb": host_gib, "--device-kv-gb": config.device_kv_gb if on_cpu else None}
         given = " ".join(f"{flag} {value:g}" for flag, value in asked.items() if value is not None)
         raise ValueError(
             f"{given}: {ranks} rank(s) on this host would take {(host + device * on_cpu) * ranks / GIB:.2f} GiB of its "
