@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-SOURCE = Path(__file__).with_name("cpu.cpp")
+SOURCES = sorted([*Path(__file__).parent.glob("*.h"), *Path(__file__).parent.glob("*.cpp")])
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-shared", "-fPIC")
 KINDS = {"minmax": 0, "1bit": 1, "2bit": 2}
 
@@ -58,9 +58,19 @@ class Row(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in (
                 *("table_row", "position", "first", "last", "budget", "num_slots"),
-                *("resident", "use_tail", "recall", "tick"),
+                *("resident", "use_tail", "recall", "tick", "scan"),
             )
         ),
+    ]
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("weight", "bias", "norm_weight")),
+        ("norm_eps", ctypes.c_float),
+        ("gated", ctypes.c_int32),
+        ("inputs", ctypes.c_int64),
+        ("outputs", ctypes.c_int64),
     ]
 
 
@@ -70,7 +80,7 @@ class _Work(ctypes.Structure):
         *(
             (name, ctypes.c_void_p)
             for name in (
-                *("num_blocks", "pages", "num_chosen", "chosen", "coarse", "loads"),
+                *("num_blocks", "pages", "num_chosen", "chosen", "estimate", "coarse", "loads"),
                 *("missed_mass", "missed_blocks"),
             )
         ),
@@ -80,7 +90,8 @@ class _Work(ctypes.Structure):
 class Step:
     """One step's rows and the buffers its layers share. `rows` is kept alive with what it points to by the caller.
 
-    `missed_mass` [row, head] float64 and `missed_blocks` [row, head] int64 add up over the layers.
+    `missed_mass` [row, head] float64 and `missed_blocks` [row, head] int64 add up over the layers. `estimate`
+    [row, head, group * most candidates] holds, as [group, candidates], the last layer's block scores.
     """
 
     def __init__(self, rows: list[Row], num_heads: int, group: int, block_size: int) -> None:
@@ -92,11 +103,13 @@ class Step:
         self.missed_mass = torch.zeros(len(rows), num_heads, dtype=torch.float64)
         self.missed_blocks = torch.zeros(len(rows), num_heads, dtype=torch.int64)
         self.loads = torch.empty(3, pairs * max_blocks, dtype=torch.int64)
+        self.estimate = torch.empty(len(rows), num_heads, group * max_candidates)
         self._buffers = (
             torch.empty(pairs, dtype=torch.int64),
             torch.empty(pairs, max_blocks, dtype=torch.int64),
             torch.empty(pairs, dtype=torch.int64),
             torch.empty(pairs, max_chosen, dtype=torch.int64),
+            self.estimate,
             torch.empty(pairs, group * max_candidates),
         )
         addresses = [x.data_ptr() for x in (*self._buffers, self.loads, self.missed_mass, self.missed_blocks)]
@@ -114,22 +127,26 @@ def load(cache_dir: Path) -> ctypes.CDLL | None:
     if compiler is None:
         return None
     key = hashlib.sha256(
-        SOURCE.read_bytes() + " ".join((compiler, *command, *FLAGS, _processor())).encode()
+        b"".join(source.read_bytes() for source in SOURCES)
+        + " ".join((compiler, *command, *FLAGS, _processor())).encode()
     ).hexdigest()[:16]
     library = cache_dir / f"cpu-{key}.so"
     if not library.exists():
         cache_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache_dir) as scratch:
             fresh = Path(scratch) / "cpu.so"
-            run = subprocess.run([*command, *FLAGS, str(SOURCE), "-o", str(fresh)], capture_output=True, text=True)
+            units = [str(source) for source in SOURCES if source.suffix == ".cpp"]
+            run = subprocess.run([*command, *FLAGS, *units, "-o", str(fresh)], capture_output=True, text=True)
             if run.returncode != 0:
                 raise ValueError(
-                    f"{compiler} cannot build {SOURCE.name} (CXX names another one): {run.stderr.strip()[-2000:]}"
+                    f"{compiler} cannot build the CPU kernels (CXX names another one): {run.stderr.strip()[-2000:]}"
                 )
             fresh.replace(library)  # whole or not at all: another rank may be building it too
     loaded = ctypes.CDLL(str(library))
     loaded.oasis_select.restype = ctypes.c_int64
     loaded.oasis_attend.restype = None
+    loaded.oasis_linear.restype = None
+    loaded.oasis_rope.restype = None
     return loaded
 
 
@@ -161,6 +178,73 @@ def attend(library: ctypes.CDLL, layer: Layer, index: int, step: Step, q: torch.
         ctypes.c_int64(torch.get_num_threads()),
     )  # fmt: skip
     return out
+
+
+def linear(
+    library: ctypes.CDLL,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    norm: tuple[torch.Tensor, float] | None = None,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """f(x) Wᵀ + bias + residual for a few rows, fp32; each row's bits depend on that row alone.
+
+    Args:
+        x: [rows, in], or with `gated` [rows, 2 * in]: then f is silu of the first half times the second.
+        weight: [out, in].
+        norm: weight [in] and epsilon of a root-mean-square norm that is f.
+        residual: [rows, out].
+    """
+    rows, (outputs, inputs) = x.shape[0], weight.shape
+    x = x.contiguous()
+    assert x.dtype == weight.dtype == torch.float32 and x.shape[1] == inputs * (1 + gated) and weight.is_contiguous()
+    assert residual is None or (residual.is_contiguous() and residual.shape == (rows, outputs))
+    y = torch.empty(rows, outputs)
+    norm_weight, eps = norm or (None, 0.0)
+    what = _Linear(weight.data_ptr(), _address(bias), _address(norm_weight), eps, gated, inputs, outputs)
+    library.oasis_linear(
+        ctypes.byref(what), ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(_address(residual)),
+        ctypes.c_void_p(y.data_ptr()), ctypes.c_int64(rows), ctypes.c_int64(torch.get_num_threads()),
+    )  # fmt: skip
+    return y
+
+
+def rope(
+    library: ctypes.CDLL,
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    norm_eps: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split qkv [rows, (num_heads + 2 * num_kv_heads) * head_dim] into q, k, v [rows, heads, head_dim]; q and k turned.
+
+    Args:
+        cos, sin: [rows, 1, head_dim / 2].
+        q_norm, k_norm: [head_dim], root-mean-square norms that each head of q and k passes first.
+    """
+    rows, head_dim = qkv.shape[0], 2 * cos.shape[-1]
+    assert qkv.dtype == torch.float32 and qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
+    assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim and cos.shape[0] == rows
+    q, k, v = (torch.empty(rows, heads, head_dim) for heads in (num_heads, num_kv_heads, num_kv_heads))
+    tensors = (qkv, cos, sin, q_norm, k_norm)
+    library.oasis_rope(
+        *(ctypes.c_void_p(_address(x)) for x in tensors), ctypes.c_float(norm_eps),
+        *(ctypes.c_void_p(x.data_ptr()) for x in (q, k, v)),
+        *(ctypes.c_int64(n) for n in (rows, num_heads, num_kv_heads, head_dim)),
+    )  # fmt: skip
+    return q, k, v
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _check(layer: Layer, step: Step, q: torch.Tensor) -> None:

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import torch
 
 from oasis_tp.comm import TpGroup
-from oasis_tp.engine.decode_batch import DecodeBatch, RowState, RowStats
+from oasis_tp.engine.decode_batch import RowState, RowStats
 from oasis_tp.engine.kv_cache import KvCache
 from oasis_tp.engine.plan import PrefillChunk, StepPlan
 from oasis_tp.engine.sampler import Sampled, Sampler
 from oasis_tp.engine.scheduler import Scheduler
 from oasis_tp.engine.token_logprobs import PromptLogprobs, chunk_logprobs, is_finite
-from oasis_tp.models.llama import LlamaModel
+from oasis_tp.models.llama import Attend, LlamaModel
 from oasis_tp.nn.attention import causal_mask
 from oasis_tp.request import Request
 
@@ -29,7 +29,7 @@ class PromptEnd:
 
 @dataclass(slots=True)
 class Segment:
-    """A prompt chunk's rows [first, last) in the step's tokens."""
+    """A prompt chunk's rows [first, last) among the step's prompt tokens."""
 
     chunk: PrefillChunk
     state: RowState
@@ -83,7 +83,23 @@ class ModelRunner:
         return self.states[request.row].stats
 
     def _forward(self, plan: StepPlan) -> torch.Tensor | None:
-        """Logits [rows, vocab] at rank 0: decoded rows, then prompts that end."""
+        """Logits [rows, vocab] at rank 0: decoded rows, then prompts that end.
+
+        The two pass the model apart, so that a decoded row's bits do not depend on what is prefilled beside it.
+        """
+        segments: list[Segment] = []
+        for chunk in plan.prefill:
+            segments.append(self._segment(chunk, segments[-1].last if segments else 0))
+        wanted = self._decode(plan) if plan.decode else []
+        wanted += self._prefill(segments) if segments else []
+        logits = None
+        if wanted:
+            logits = self.tp.gather_logits(self.model.logits(torch.cat(wanted)), self.model.vocab_ranges)
+        self._finish_prompts(plan, segments, logits)
+        return logits
+
+    def _decode(self, plan: StepPlan) -> list[torch.Tensor]:
+        """Hidden states of the decoded rows, [rows, hidden]."""
         states: list[RowState] = []
         positions: list[int] = []
         token_ids: list[int] = []
@@ -92,30 +108,29 @@ class ModelRunner:
             positions += range(request.num_computed, request.num_computed + 1 + len(drafts))
             token_ids += [request.output_ids[-1], *drafts]
         batch = self.cache.prepare(states, positions)
-        segments, ends = [], []
-        for chunk in plan.prefill:
-            segments.append(self._segment(chunk, len(token_ids)))
+        return [self._pass(token_ids, positions, lambda layer, q, k, v: self.cache.decode(layer, batch, q, k, v))]
+
+    def _prefill(self, segments: list[Segment]) -> list[torch.Tensor]:
+        """Hidden states [1, hidden] of the last token of each prompt that ends."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        for segment in segments:
+            chunk = segment.chunk
             token_ids += chunk.request.spec.prompt_ids[chunk.start : chunk.stop]
             positions += range(chunk.start, chunk.stop)
-            if chunk.is_last:
-                ends.append(len(token_ids) - 1)
-        device = self.model.device
-        hidden = self.model.forward(
-            torch.tensor(token_ids, device=device),
-            torch.tensor(positions, device=device),
-            lambda layer, q, k, v: self._attend(layer, q, k, v, batch, segments),
-        )
-        wanted = torch.tensor([*range(plan.num_decode_rows), *ends], dtype=torch.int64, device=device)
-        logits = None
-        if wanted.numel():
-            logits = self.tp.gather_logits(self.model.logits(hidden[wanted]), self.model.vocab_ranges)
-        self._finish_prompts(plan, segments, logits)
+        hidden = self._pass(token_ids, positions, lambda layer, q, k, v: self._attend(layer, q, k, v, segments))
         for segment in segments:
             request = segment.chunk.request
             if request.spec.sampling.prompt_logprobs is not None:
                 scores = chunk_logprobs(self.model, hidden[segment.first : segment.last], segment.chunk)
                 self._prompt_logprobs.setdefault(request.row, []).extend(scores)
-        return logits
+        return [hidden[segment.last - 1 : segment.last] for segment in segments if segment.end is not None]
+
+    def _pass(self, token_ids: list[int], positions: list[int], attend: Attend) -> torch.Tensor:
+        device = self.model.device
+        return self.model.forward(
+            torch.tensor(token_ids, device=device), torch.tensor(positions, device=device), attend
+        )
 
     def _segment(self, chunk: PrefillChunk, first: int) -> Segment:
         mask = causal_mask(chunk.start, chunk.stop, self.model.dtype, self.model.device)
@@ -130,18 +145,9 @@ class ModelRunner:
         return Segment(chunk, self.states[chunk.request.row], first, last, mask, end)
 
     def _attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        batch: DecodeBatch,
-        segments: list[Segment],
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: list[Segment]
     ) -> torch.Tensor:
         parts = []
-        num_decode = len(batch.rows)
-        if num_decode:
-            parts.append(self.cache.decode(layer, batch, q[:num_decode], k[:num_decode], v[:num_decode]))
         for segment in segments:
             rows = slice(segment.first, segment.last)
             parts.append(

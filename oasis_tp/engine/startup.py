@@ -50,15 +50,22 @@ def start(config: Config, extra_sketches: tuple[SketchKind, ...]) -> Started:
     dtype = _choose_dtype(config.model.dtype, arch, tp.device)
 
     def load() -> LlamaModel:
-        model = LlamaModel(arch, tp, dtype=dtype, device=tp.device, max_model_len=max_model_len)
+        model = LlamaModel(
+            arch,
+            tp,
+            dtype=dtype,
+            device=tp.device,
+            max_model_len=max_model_len,
+            library=library[0] if library else None,
+        )
         load_weights(model, model_dir)
         return model
 
+    library = _on_every_rank(tp, lambda: _cpu_library(tp, dtype))
     with torch.inference_mode():
         model = _on_every_rank(tp, load)
         shape = _on_every_rank(tp, lambda: _plan_memory(config, model, max_model_len, extra_sketches))
         shape = _agree(tp, shape, config.sparsity, config.speculation.num_drafts)
-        library = _on_every_rank(tp, lambda: _cpu_library(tp, dtype))
         cache = _on_every_rank(tp, lambda: KvCache(shape, dtype, tp.device, *library))
     limits = SchedulerLimits(
         num_pages=shape.capacity.num_pages,

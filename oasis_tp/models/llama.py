@@ -1,16 +1,17 @@
 """The Llama decoder and its kin (Mistral, Qwen2, Qwen3), sharded by heads; attention itself is the caller's."""
 
+import ctypes
 from collections.abc import Callable
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from oasis_tp.comm import TpGroup
 from oasis_tp.models.registry import ModelArch
 from oasis_tp.nn.embedding import VocabEmbedding
 from oasis_tp.nn.linear import ColumnLinear, RowLinear
 from oasis_tp.nn.norm import RmsNorm
-from oasis_tp.nn.rotary import RotaryTable, apply_rotary
+from oasis_tp.nn.rotary import RotaryTable, split_rotated
 from oasis_tp.sharding import HeadShard, head_shards, split_range
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -21,74 +22,106 @@ class Attention:
     """Projections around the caller's attention, for this rank's heads."""
 
     def __init__(
-        self, arch: ModelArch, shard: HeadShard, tp: TpGroup, *, dtype: torch.dtype, device: torch.device
+        self,
+        arch: ModelArch,
+        shard: HeadShard,
+        tp: TpGroup,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        library: ctypes.CDLL | None,
     ) -> None:
         self.arch, self.shard = arch, shard
+        place: dict[str, Any] = {"dtype": dtype, "device": device, "library": library}
         qkv_size = (shard.num_heads + 2 * shard.num_kv_heads) * arch.head_dim
-        self.qkv = ColumnLinear(arch.hidden_size, qkv_size, bias=arch.attention_bias, dtype=dtype, device=device)
-        self.out = RowLinear(
-            shard.num_heads * arch.head_dim, arch.hidden_size, tp, bias=arch.output_bias, dtype=dtype, device=device
-        )
+        self.qkv = ColumnLinear(arch.hidden_size, qkv_size, bias=arch.attention_bias, **place)
+        self.out = RowLinear(shard.num_heads * arch.head_dim, arch.hidden_size, tp, bias=arch.output_bias, **place)
         self.q_norm = self.k_norm = None
         if arch.qk_norm:
             self.q_norm = RmsNorm(arch.head_dim, arch.rms_norm_eps, dtype=dtype, device=device)
             self.k_norm = RmsNorm(arch.head_dim, arch.rms_norm_eps, dtype=dtype, device=device)
 
     def __call__(
-        self, layer: int, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend
+        self, layer: int, x: torch.Tensor, norm: RmsNorm, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend
     ) -> torch.Tensor:
-        num_heads, num_kv_heads = self.shard.num_heads, self.shard.num_kv_heads
-        heads = self.qkv(x).view(x.shape[0], -1, self.arch.head_dim)
-        q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        out = attend(layer, apply_rotary(q, *rotary), apply_rotary(k, *rotary), v.contiguous())
-        return self.out(out.reshape(x.shape[0], -1))
+        """x + attention(norm(x))."""
+        qkv = self.qkv(x, norm=norm)
+        q, k, v = split_rotated(
+            qkv, self.shard.num_heads, self.shard.num_kv_heads, rotary, self.q_norm, self.k_norm, self.qkv.library
+        )
+        return self.out(attend(layer, q, k, v).reshape(x.shape[0], -1), residual=x)
 
 
 class Mlp:
-    """down(silu(gate(x)) * up(x)) for this rank's part of the width `start:stop`; gate and up are one matrix."""
+    """x + down(silu(gate(norm(x))) * up(norm(x))) for this rank's part `start:stop` of the width.
 
-    def __init__(self, arch: ModelArch, tp: TpGroup, *, dtype: torch.dtype, device: torch.device) -> None:
+    Gate and up are one matrix.
+    """
+
+    def __init__(
+        self,
+        arch: ModelArch,
+        tp: TpGroup,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        library: ctypes.CDLL | None,
+    ) -> None:
         self.start, self.stop = split_range(arch.intermediate_size, tp.size, tp.rank)
         width = self.stop - self.start
-        self.gate_up = ColumnLinear(arch.hidden_size, 2 * width, bias=False, dtype=dtype, device=device)
-        self.down = RowLinear(width, arch.hidden_size, tp, bias=False, dtype=dtype, device=device)
+        place: dict[str, Any] = {"dtype": dtype, "device": device, "library": library}
+        self.gate_up = ColumnLinear(arch.hidden_size, 2 * width, bias=False, **place)
+        self.down = RowLinear(width, arch.hidden_size, tp, bias=False, **place)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+    def __call__(self, x: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
+        return self.down(self.gate_up(x, norm=norm), residual=x, gated=True)
 
 
 class DecoderLayer:
     def __init__(
-        self, arch: ModelArch, shard: HeadShard, tp: TpGroup, *, dtype: torch.dtype, device: torch.device
+        self,
+        arch: ModelArch,
+        shard: HeadShard,
+        tp: TpGroup,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        library: ctypes.CDLL | None,
     ) -> None:
         self.input_norm = RmsNorm(arch.hidden_size, arch.rms_norm_eps, dtype=dtype, device=device)
-        self.attention = Attention(arch, shard, tp, dtype=dtype, device=device)
+        self.attention = Attention(arch, shard, tp, dtype=dtype, device=device, library=library)
         self.mlp_norm = RmsNorm(arch.hidden_size, arch.rms_norm_eps, dtype=dtype, device=device)
-        self.mlp = Mlp(arch, tp, dtype=dtype, device=device)
+        self.mlp = Mlp(arch, tp, dtype=dtype, device=device, library=library)
 
 
 class LlamaModel:
     """One rank's share of a decoder; weights are allocated and not set (see `models.weights.load_weights`).
 
-    Every rank calls `forward` with the same tokens: two all-reduces per layer and one for the embedding.
+    Every rank calls `forward` with the same tokens: two all-reduces per layer and one for the embedding. `library` is
+    the compiled CPU path, for fp32 on a CPU: a few rows then pass it, each with bits of its own.
 
     Raises:
         ValueError: more ranks than query heads.
     """
 
     def __init__(
-        self, arch: ModelArch, tp: TpGroup, *, dtype: torch.dtype, device: torch.device, max_model_len: int
+        self,
+        arch: ModelArch,
+        tp: TpGroup,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int,
+        library: ctypes.CDLL | None = None,
     ) -> None:
         self.arch, self.tp, self.dtype, self.device = arch, tp, dtype, device
         self.shard = head_shards(arch.num_heads, arch.num_kv_heads, tp.size)[tp.rank]
-        self.embedding = VocabEmbedding(arch.vocab_size, arch.hidden_size, tp, dtype=dtype, device=device)
+        place: dict[str, Any] = {"dtype": dtype, "device": device, "library": library}
+        self.embedding = VocabEmbedding(arch.vocab_size, arch.hidden_size, tp, **place)
         self.head = self.embedding
         if not arch.tie_word_embeddings:
-            self.head = VocabEmbedding(arch.vocab_size, arch.hidden_size, tp, dtype=dtype, device=device)
-        self.layers = [DecoderLayer(arch, self.shard, tp, dtype=dtype, device=device) for _ in range(arch.num_layers)]
+            self.head = VocabEmbedding(arch.vocab_size, arch.hidden_size, tp, **place)
+        self.layers = [DecoderLayer(arch, self.shard, tp, **place) for _ in range(arch.num_layers)]
         self.norm = RmsNorm(arch.hidden_size, arch.rms_norm_eps, dtype=dtype, device=device)
         self.rotary = RotaryTable(arch.rope, arch.head_dim, max_model_len, device)
 
@@ -106,8 +139,8 @@ class LlamaModel:
         rotary = self.rotary.at(positions)
         x = self.embedding.lookup(token_ids)
         for index, layer in enumerate(self.layers):
-            x = x + layer.attention(index, layer.input_norm(x), rotary, attend)
-            x = x + layer.mlp(layer.mlp_norm(x))
+            x = layer.attention(index, x, layer.input_norm, rotary, attend)
+            x = layer.mlp(x, layer.mlp_norm)
         return self.norm(x)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from oasis_tp.kernels import cpu
 from oasis_tp.kv.device_pool import DevicePool
 from oasis_tp.kv.residency import Residency
 from oasis_tp.kv.transfers import Transfers
+from oasis_tp.sparse.select import scanned_blocks
 from oasis_tp.sparse.sketch import Sketch
 
 CpuRow = cpu.Row
@@ -82,6 +83,7 @@ class CpuDecode:
             first=candidates[0],
             last=candidates[1],
             budget=-1 if budget is None else budget,
+            scan=0 if budget is None else scanned_blocks(candidates[1] - candidates[0], budget),
             **numbers,
         )
 

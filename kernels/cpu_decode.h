@@ -1,0 +1,86 @@
+// What the select and attend kernels of the CPU share: the step as kernels/cpu.py lays it out.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "cpu_math.h"
+
+enum SketchKind : int64_t { kMinMax = 0, kOneBit = 1, kTwoBit = 2 };
+
+struct SketchLayer {  // one layer of sparse/sketch.py's tensors
+  int64_t kind;
+  const uint8_t* codes;         // [block, head, token, head_dim / (8 / bits)]
+  const uint16_t* token_scales; // fp16 [block, head, token]
+  const int8_t* means;          // [block, head, K|V, head_dim]
+  const uint16_t* mean_scales;  // fp16 [block, head, K|V]
+  const uint16_t* bounds;       // bf16 [block, head, max|min, head_dim]
+  const float* rotation;        // [head_dim, head_dim]
+};
+
+struct Layer {
+  int64_t num_heads, group, head_dim, block_size;
+  const float* pool;  // [page, head, K|V, token, head_dim]
+  int64_t wide_tables;  // 0: int16 tables, 1: int32
+  void* block_in_slot;  // [row, head, max_slots], -1 = empty
+  void* slot_of_block;  // [row, head, max_blocks], -1 = not resident
+  int32_t* last_selected;  // [row, head, max_slots]
+  int64_t max_slots, max_blocks;
+};
+
+struct Row {
+  const SketchLayer* sketches;  // [layer], or null
+  const int64_t* pages;         // [num_slots]
+  const int64_t* host_blocks;   // [total blocks]
+  int64_t table_row, position, first, last;  // candidates: blocks [first, last)
+  int64_t budget;                            // blocks, < 0: attend everything
+  int64_t num_slots;
+  int64_t resident;  // slot i is block i, nothing ever moves
+  int64_t use_tail, recall, tick;
+  int64_t scan;  // how many candidates have their tokens' codes read: the best by their means, the others keep that score
+};
+
+struct Work {  // what oasis_select leaves for the copies and for oasis_attend; a pair is a (row, head)
+  int64_t max_blocks, max_chosen, max_candidates;
+  int64_t* num_blocks;  // [pair]
+  int64_t* pages;       // [pair, max_blocks]: of the attended blocks in ascending id, -1 = left out
+  int64_t* num_chosen;  // [pair]
+  int64_t* chosen;      // [pair, max_chosen]: positions among the candidates, ascending
+  float* estimate;      // [pair, group * max_candidates], used as [group, candidates]: estimated log mass of each
+  float* coarse;        // [pair, group * max_candidates], used as [group, candidates]: q·mean + log B of each
+  int64_t* loads;       // [3, pair * max_blocks]: head, host block and page of what must be fetched
+  double* missed_mass;     // [pair], added to: estimated mass outside, summed over the group
+  int64_t* missed_blocks;  // [pair], added to
+};
+
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+
+// Fills work.estimate and, for sketches with means, work.coarse of every row that selects.
+void score_rows(const Layer& layer, int64_t layer_index, const Row* rows, int64_t num_rows, const float* q, const Work& work,
+                int64_t num_threads);
+
+// score [n] from log masses [group, n]: the largest share that any query head gives a block, in the log domain.
+inline void group_scores(const float* log_mass, int64_t group, int64_t n, float* score) {
+  std::fill_n(score, n, kMinusInfinity);
+  for (int64_t g = 0; g < group; ++g) {
+    const float whole = log_sum_exp(log_mass + g * n, n);
+    for (int64_t j = 0; j < n; ++j) score[j] = std::max(score[j], log_mass[g * n + j] - whole);
+  }
+}
+
+// Keeps the `count` best of the candidates in `order`, ascending; equal scores go to the lower one.
+inline void keep_best(const float* score, int64_t count, std::vector<int64_t>& order) {
+  std::nth_element(order.begin(), order.begin() + count, order.end(), [score](int64_t a, int64_t b) {
+    return score[a] > score[b] || (score[a] == score[b] && a < b);
+  });
+  order.resize(count);
+  std::sort(order.begin(), order.end());
+}
+
+inline const SketchLayer* sketch_of(const Row& row, int64_t layer_index) {
+  const bool selects = row.budget >= 0 && row.last - row.first > row.budget;
+  return selects ? row.sketches + layer_index : nullptr;
+}
