@@ -44,6 +44,8 @@ class ParallelConfig:
     """Where the model runs. `auto`: CUDA when there is a GPU."""
     comm: Literal["auto", "nccl", "shm", "gloo"] = "auto"
     """All-reduce: NCCL on CUDA; on the CPU DeepSpeed's shared memory where ranks fit the cores, else gloo."""
+    numa_bind: bool = True
+    """Keep each rank on the cores of its GPU's NUMA node; on CPUs, ranks share the nodes evenly."""
     check_ranks: bool = False
     """Debugging: compare a hash of every step's plan over the ranks and stop on the first difference."""
 

@@ -25,6 +25,7 @@ from oasis_tp.request import FinishReason
 from oasis_tp.server.app import create_app
 from oasis_tp.server.auth import read_keys
 from oasis_tp.server.bridge import EngineBridge
+from oasis_tp.server.busy_log import BusyLog
 from oasis_tp.server.logs import set_up_logs
 
 if TYPE_CHECKING:
@@ -171,6 +172,8 @@ def serve(
     name = (config.model.served_model_name or (config.model.model,))[0]
     print(f"oasis_tp ready: {url_of(sock)} model {name}, max_model_len {engine.max_model_len:,}", flush=True)
     watchdog = _watchdog(engine, config, tell_hang)
+    busy = BusyLog(bridge.stats)
+    busy.start()
     try:
         engine.run()
         bridge.shut_down(FinishReason.ABORT, "the server is shutting down")
@@ -180,6 +183,7 @@ def serve(
         raise
     finally:
         watchdog.stop()
+        busy.stop()
         server.join()
         if config.server.uds is not None:
             os.unlink(config.server.uds)

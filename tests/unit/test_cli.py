@@ -14,7 +14,7 @@ from oasis_tp.validation import validate
 
 FLAGS = """
 --model --dtype --max-model-len --served-model-name --chat-template --revision --seed
---tensor-parallel-size --distributed-timeout-seconds --device --comm --check-ranks
+--tensor-parallel-size --distributed-timeout-seconds --device --comm --numa-bind --check-ranks
 --gpu-memory-utilization --device-kv-gb --host-kv-gb --kv-offloading-size --kv-cache-dtype --block-size
 --attention --budget-tokens --recent-tokens --sink-blocks --hot-factor --sketch --tail-estimate
 --spec-method --spec-tokens --prompt-lookup-max --prompt-lookup-min

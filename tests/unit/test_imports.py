@@ -15,7 +15,7 @@ SHARED = {"__version__", "config", "request", "sharding"}
 MAY_IMPORT = {
     "server": {"server", "validation", "models.tokenizer", "models.hub"} | SHARED,
     "server.bridge": {"server", "validation", "engine"} | SHARED,
-    "engine": {"engine", "models", "sparse", "draft", "kv", "nn", "comm", "validation"} | SHARED,
+    "engine": {"engine", "models", "sparse", "draft", "kv", "nn", "comm", "numa", "validation"} | SHARED,
     # comm: models name the group's type and pass it on to nn.
     "models": {"models", "nn", "comm"} | SHARED,
     "nn": {"nn", "comm", "kernels", "sparse"} | SHARED,
@@ -23,8 +23,9 @@ MAY_IMPORT = {
     "sparse": {"sparse", "kv", "kernels"} | SHARED,
     "kv": {"kv", "kernels"} | SHARED,
     "kernels": {"kernels"},
-    "comm": {"ranks"} | SHARED,
+    "comm": {"ranks", "numa"} | SHARED,
     "config": SHARED,
+    "numa": set(),
     "ranks": SHARED,
     "lifetime": set(),
     "request": SHARED,
