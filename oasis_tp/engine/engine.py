@@ -210,6 +210,8 @@ class Engine:
             accepted_tokens=self._stats.accepted_tokens + sum(stats.accepted_tokens for stats in stats_of_ended),
             selected_blocks=self._stats.selected_blocks + sum(stats.selected_blocks for stats in stats_of_ended),
             missed_blocks=self._stats.missed_blocks + sum(stats.missed_blocks for stats in stats_of_ended),
+            corrupted_requests=self._stats.corrupted_requests
+            + sum(request.finish_reason is FinishReason.ERROR for request in ended),
         )
         outputs = []
         logprobs = sampled.logprobs or [[None] * len(tokens) for tokens in sampled.token_ids]

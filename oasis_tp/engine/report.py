@@ -28,6 +28,8 @@ class EngineStats:
     accepted_tokens: int = 0
     selected_blocks: int = 0
     missed_blocks: int = 0
+    corrupted_requests: int = 0
+    """Requests that ended because their numbers were not finite."""
     host_to_device_bytes: int = 0
     device_to_host_bytes: int = 0
     steps: int = 0

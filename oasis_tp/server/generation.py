@@ -106,7 +106,7 @@ class Assembler:
         if finish is not None:
             choice.ended = True
             if choice.timer is not None:
-                choice.timer.finish(finish)
+                choice.timer.finish(finish, None if output.kv is None else output.kv.missed_mass)
         if finish is FinishReason.ERROR:
             raise ApiError(500, output.error or "the engine could not finish this request", code="engine_error")
         kv = dataclasses.asdict(output.kv) if self._return_kv_stats and output.kv is not None else None

@@ -52,6 +52,7 @@ class FakeStats:
     accepted_tokens: int = 2
     selected_blocks: int = 10
     missed_blocks: int = 3
+    corrupted_requests: int = 0
     host_to_device_bytes: int = 0
     device_to_host_bytes: int = 0
     steps: int = 0
