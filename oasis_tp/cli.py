@@ -26,6 +26,7 @@ COMMANDS = {
     "generate": "one prompt to the terminal, with KV tier statistics",
     "slurm": "a Slurm job script for any of these",
     "bench": "measurements: quality, decode speed, serving",
+    "collect-env": "what this machine has, for a report of a fault",
 }
 NOT_HERE = {
     "--fetch-ratio": "blocks are fetched when they are wanted, not in the background, so there is no share to cap",
@@ -140,7 +141,7 @@ def parse_config(
 def main(argv: Sequence[str] | None = None) -> int:
     """The `oasis-tp` command: hand the rest of the line to `oasis_tp.<command>`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    lines = [f"  {name:<10}{text}" for name, text in COMMANDS.items()]
+    lines = [f"  {name:<13}{text}" for name, text in COMMANDS.items()]
     usage = "\n".join(["usage: oasis-tp COMMAND [options]", "", *lines, "", "oasis-tp COMMAND --help lists options."])
     if not arguments or arguments[0] in ("-h", "--help"):
         say(usage + "\n", sys.stdout if arguments else sys.stderr)
@@ -152,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         print(f"oasis-tp: error: unknown command {command}{_nearest(command, COMMANDS)}", file=sys.stderr)
         return 2
-    return importlib.import_module(f"oasis_tp.{command}").main(rest)
+    return importlib.import_module(f"oasis_tp.{command.replace('-', '_')}").main(rest)
 
 
 def say(text: str, file: IO[str]) -> None:
@@ -211,7 +212,12 @@ def _keywords(flag: Flag) -> dict[str, Any]:
     if get_origin(hint) is Literal:
         return {"help": text, "choices": get_args(hint), "type": type(get_args(hint)[0])}
     if get_origin(hint) is tuple:
-        return {"help": text, "nargs": "+", "type": _scalar(get_args(hint)[0]), "metavar": "NAME"}
+        return {
+            "help": text,
+            "nargs": "+",
+            "type": _scalar(get_args(hint)[0]),
+            "metavar": flag.name.split("_")[-1].upper(),
+        }
     if len(options) > 1:
         words = [word for option in options if get_origin(option) is Literal for word in get_args(option)]
         (number,) = [option for option in options if get_origin(option) is not Literal]

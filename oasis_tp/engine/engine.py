@@ -248,6 +248,7 @@ class Engine:
             generation_tokens=before.generation_tokens + num_tokens,
             host_to_device_bytes=transfers.host_to_device_bytes if transfers else 0,
             device_to_host_bytes=transfers.device_to_host_bytes if transfers else 0,
+            drafts=before.drafts + sum(map(bool, plan.drafts)),
             steps=before.steps + (not plan.is_empty),
             last_step_time=time.monotonic(),
         )

@@ -24,6 +24,8 @@ class EngineStats:
     host_blocks_total: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    drafts: int = 0
+    """Runs of tokens that a drafter proposed."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
     selected_blocks: int = 0

@@ -39,13 +39,14 @@ class EngineCollector:
         counters = {
             "prompt_tokens": ("Prompt tokens computed.", stats.prompt_tokens),
             "generation_tokens": ("Tokens generated.", stats.generation_tokens),
+            "spec_decode_num_drafts": ("Runs of tokens drafted.", stats.drafts),
             "spec_decode_num_draft_tokens": ("Drafted tokens verified.", stats.draft_tokens),
             "spec_decode_num_accepted_tokens": ("Drafted tokens that were right.", stats.accepted_tokens),
             "hot_block_hits": ("Selected blocks found on the device.", stats.selected_blocks - stats.missed_blocks),
             "hot_block_misses": ("Selected blocks fetched on the path.", stats.missed_blocks),
             "corrupted_requests": ("Requests whose numbers were not finite.", stats.corrupted_requests),
-            "host_to_device_bytes": ("KV bytes read from the host tier.", stats.host_to_device_bytes),
-            "device_to_host_bytes": ("KV bytes written to the host tier.", stats.device_to_host_bytes),
+            "host_to_device_bytes": ("KV bytes read from the host tier, at rank 0.", stats.host_to_device_bytes),
+            "device_to_host_bytes": ("KV bytes written to the host tier, at rank 0.", stats.device_to_host_bytes),
             "engine_steps": ("Steps run.", stats.steps),
         }
         for name, (text, value) in gauges.items():

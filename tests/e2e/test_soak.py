@@ -47,7 +47,7 @@ async def ask(client: httpx.AsyncClient, number: int, load: Load) -> None:
         "stream": number % 2 == 0,
     }
     if number % 3 == 0:
-        body["max_tokens"] = 100
+        body["max_tokens"] = 3000  # it would still run long after the end, were it not aborted
         leave_after_s = rng.choice((0.0, 0.05, 0.3))
         try:
             async with (
@@ -98,7 +98,7 @@ def gauges(url: str) -> dict[str, float]:
 
 @pytest.mark.timeout(300)
 def test_clients_that_come_and_go_leave_nothing_behind(tmp_path: Path) -> None:
-    model = make_tiny("llama", tmp_path / "model", num_hidden_layers=1)
+    model = make_tiny("llama", tmp_path / "model", num_hidden_layers=1, max_position_embeddings=4096)
     options = ["--max-num-seqs", "8", "--budget-tokens", "64", "--recent-tokens", "16"]
     with served(model, *options, log=tmp_path / "log") as (process, url):
         load, stopped = Load(), threading.Event()

@@ -48,6 +48,7 @@ class FakeStats:
     host_blocks_total: int = 2
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    drafts: int = 1
     draft_tokens: int = 4
     accepted_tokens: int = 2
     selected_blocks: int = 10

@@ -394,6 +394,7 @@ def test_metrics(served: Any) -> None:
         "oasis_tp:kv_cache_usage_perc 0.25",
         "oasis_tp:generation_tokens_total 5.0",
         "oasis_tp:hot_block_hits_total 7.0",
+        "oasis_tp:spec_decode_num_drafts_total 1.0",
         "oasis_tp:hot_block_misses_total 3.0",
         "oasis_tp:corrupted_requests_total 0.0",
         "oasis_tp:missed_mass_count 1.0",

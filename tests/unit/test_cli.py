@@ -196,6 +196,14 @@ def test_help_is_generated_and_fits_100_columns(
         assert flag.option in text and " ".join(flag.help.split()[:3]) in " ".join(text.split())
 
 
+def test_the_command_says_what_the_machine_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["collect-env"]) == 0
+    text = capsys.readouterr().out
+    for name in ("oasis-tp ", "torch ", "memory ", "locked memory", "/dev/shm", "NUMA nodes", "launchers"):
+        assert name in text
+    assert str(Path.home()) not in text
+
+
 def test_the_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert main(["serv"]) == 2

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "validation": SHARED,
 }
 """What each part of oasis_tp may import of oasis_tp; the longest name that fits decides."""
-ENTRIES = {"", "serve", "generate", "batch", "slurm", "cli", "llm", "bench"}
+ENTRIES = {"", "serve", "generate", "batch", "slurm", "cli", "collect_env", "llm", "bench"}
 """They compose the others, so they may import anything."""
 
 NO_TORCH = {
