@@ -34,54 +34,128 @@ float exponentiate(float* x, int64_t n, float offset) {
 
 struct Scratch {
   std::vector<float> query, score, logits, token;
-  std::vector<int64_t> order, blocks, slots;
+  std::vector<int64_t> order, ranked, blocks, slots;
   std::vector<std::pair<int32_t, int32_t>> victims;
+  std::vector<std::pair<int64_t, int64_t>> ahead;  // block, slot
 };
 
 // s.order: the budget's best candidates by their estimates [group, n], ascending; equal scores go to the lower one.
+// For a row that looks ahead, s.ranked: the `reach` best, best first.
 void choose(const Row& row, int64_t group, const float* estimates, Scratch& s) {
   const int64_t n = row.last - row.first;
   s.score.resize(n);
   group_scores(estimates, group, n, s.score.data());
   s.order.resize(n);
   for (int64_t j = 0; j < n; ++j) s.order[j] = j;
+  s.ranked.clear();
+  if (row.fetch_limit > 0) {
+    const auto reach = s.order.begin() + std::min(n, row.reach);
+    std::partial_sort(s.order.begin(), reach, s.order.end(), Better{s.score.data()});
+    s.ranked.assign(s.order.begin(), reach);
+  }
   keep_best(s.score.data(), row.budget, s.order);
 }
 
-// Slots of s.blocks; with recall the missing ones get a slot (and stay negative, as -2 - slot, so that the caller knows what
-// to fetch), without it they are -1. Returns how many were missing, -1 if there was no room for them.
+// The residency of one (row, head).
 template <typename Entry>
-int64_t make_resident(const Layer& layer, const Row& row, int64_t head, Scratch& s) {
-  const int64_t pair = row.table_row * layer.num_heads + head;
-  Entry* held = static_cast<Entry*>(layer.block_in_slot) + pair * layer.max_slots;
-  Entry* here = static_cast<Entry*>(layer.slot_of_block) + pair * layer.max_blocks;
-  int32_t* stamps = layer.last_selected + pair * layer.max_slots;
-  int64_t missing = 0;
-  for (size_t i = 0; i < s.blocks.size(); ++i) {
-    s.slots[i] = here[s.blocks[i]];
-    if (s.slots[i] < 0) ++missing;
-    else stamps[s.slots[i]] = int32_t(row.tick);
+struct Tables {
+  Entry *held, *here;
+  int32_t *stamps, *fetched;
+
+  Tables(const Layer& layer, const Row& row, int64_t head) {
+    const int64_t pair = row.table_row * layer.num_heads + head;
+    held = static_cast<Entry*>(layer.block_in_slot) + pair * layer.max_slots;
+    here = static_cast<Entry*>(layer.slot_of_block) + pair * layer.max_blocks;
+    stamps = layer.last_selected + pair * layer.max_slots;
+    fetched = layer.fetched + pair * layer.max_slots;
   }
-  if (missing == 0 || !row.recall) return missing;
-  s.victims.clear();
-  for (int64_t slot = 0; slot < row.num_slots; ++slot) {
-    if (held[slot] < 0) s.victims.emplace_back(-2, int32_t(slot));
-    else if (held[slot] >= row.first && held[slot] < row.last && stamps[slot] != row.tick)
-      s.victims.emplace_back(stamps[slot], int32_t(slot));
+
+  // `wanted` slots that hold candidates (or nothing) and were not selected in this step, least recently selected first;
+  // slots in flight last.
+  void find_victims(const Row& row, int64_t in_flight, int64_t wanted, std::vector<std::pair<int32_t, int32_t>>& victims) {
+    victims.clear();
+    for (int64_t slot = 0; slot < row.num_slots; ++slot) {
+      if (held[slot] < 0) victims.emplace_back(-2, int32_t(slot));
+      else if (held[slot] >= row.first && held[slot] < row.last && stamps[slot] != row.tick)
+        victims.emplace_back(fetched[slot] == in_flight ? std::numeric_limits<int32_t>::max() : stamps[slot], int32_t(slot));
+    }
+    const int64_t count = std::min(wanted, int64_t(victims.size()));
+    std::partial_sort(victims.begin(), victims.begin() + count, victims.end());
+    victims.resize(count);
   }
-  if (int64_t(s.victims.size()) < missing) return -1;
-  std::partial_sort(s.victims.begin(), s.victims.begin() + missing, s.victims.end());
-  int64_t next = 0;
-  for (size_t i = 0; i < s.blocks.size(); ++i) {
-    if (s.slots[i] >= 0) continue;
-    const int64_t slot = s.victims[next++].second, block = s.blocks[i];
+
+  void put(const Row& row, int64_t block, int64_t slot, int64_t tick_of_load) {
     if (held[slot] >= 0) here[held[slot]] = -1;
     held[slot] = Entry(block);
     here[block] = Entry(slot);
     stamps[slot] = int32_t(row.tick);
+    fetched[slot] = int32_t(tick_of_load);
+  }
+};
+
+// Slots of s.blocks; with recall the missing ones get a slot (and stay negative, as -2 - slot, so that the caller knows what
+// to fetch), without it they are -1, and for a probe also those in flight. Returns how many were missing, -1 if there was no
+// room for them.
+template <typename Entry>
+int64_t make_resident(const Layer& layer, const Row& row, int64_t head, int64_t* prefetched, bool& must_wait, Scratch& s) {
+  Tables<Entry> tables(layer, row, head);
+  int64_t missing = 0;
+  for (size_t i = 0; i < s.blocks.size(); ++i) {
+    const int64_t slot = s.slots[i] = tables.here[s.blocks[i]];
+    if (slot < 0) {
+      ++missing;
+      continue;
+    }
+    tables.stamps[slot] = int32_t(row.tick);
+    if (tables.fetched[slot] < 0) continue;
+    const bool late = tables.fetched[slot] == layer.in_flight;
+    if (row.probe) {
+      if (late) s.slots[i] = -1;
+      continue;
+    }
+    ++prefetched[late ? 2 : 1];
+    must_wait |= late;
+    tables.fetched[slot] = -1;
+  }
+  if (missing == 0 || !row.recall || row.probe) return missing;
+  tables.find_victims(row, layer.in_flight, missing, s.victims);
+  if (int64_t(s.victims.size()) < missing) return -1;
+  int64_t next = 0;
+  for (size_t i = 0; i < s.blocks.size(); ++i) {
+    if (s.slots[i] >= 0) continue;
+    const int64_t slot = s.victims[next++].second;
+    must_wait |= tables.fetched[slot] == layer.in_flight;
+    tables.put(row, s.blocks[i], slot, -1);
     s.slots[i] = -2 - slot;
   }
   return missing;
+}
+
+// Slots for the missing ones of s.ranked, as far as limit and victims go: what to load in the background.
+template <typename Entry>
+void fetch_ahead(const Layer& layer, const Row& row, int64_t head, Scratch& s) {
+  Tables<Entry> tables(layer, row, head);
+  s.ahead.clear();
+  for (size_t i = 0; i < s.ranked.size() && int64_t(s.ahead.size()) < row.fetch_limit; ++i)
+    if (tables.here[row.first + s.ranked[i]] < 0) s.ahead.emplace_back(row.first + s.ranked[i], -1);
+  tables.find_victims(row, kNothing, int64_t(s.ahead.size()), s.victims);
+  s.ahead.resize(s.victims.size());
+  for (size_t i = 0; i < s.ahead.size(); ++i) {
+    s.ahead[i].second = s.victims[i].second;
+    tables.put(row, s.ahead[i].first, s.ahead[i].second, row.tick);
+  }
+}
+
+void store_token(const Layer& layer, const Row& row, int64_t head, int64_t row_index, const float* k, const float* v) {
+  const int64_t open = row.position / layer.block_size, offset = row.position % layer.block_size;
+  const int64_t at = (row.table_row * layer.num_heads + head) * layer.max_blocks + open, dim = layer.head_dim;
+  int64_t slot = open;
+  if (!row.resident)
+    slot = layer.wide_tables ? static_cast<int32_t*>(layer.slot_of_block)[at] : static_cast<int16_t*>(layer.slot_of_block)[at];
+  float* keys = layer.pool + (row.pages[slot] * layer.num_heads + head) * 2 * layer.block_size * dim;
+  const int64_t from = (row_index * layer.num_heads + head) * dim;
+  std::copy(k + from, k + from + dim, keys + offset * dim);
+  std::copy(v + from, v + from + dim, keys + (layer.block_size + offset) * dim);
 }
 
 void attend(const Layer& layer, const Row& row, const SketchLayer* sketch, const Work& work, int64_t pair, const float* q,
@@ -162,12 +236,13 @@ void scale_query(const Layer& layer, const float* q, Scratch& s) {
 
 extern "C" {
 
-// q [row, head, group, head_dim] roped. Fills `work`; returns how many blocks must be fetched before oasis_attend, or -1 if a
-// row had too few slots (admission is there to prevent it).
+// q [row, head, group, head_dim] and k [row, head, head_dim] roped, v like k. The rows' tokens go to their blocks' pages, whose
+// slots the tables name. Fills `work`; returns how many blocks must be fetched before oasis_attend, or -1 if a
+// row had too few slots (admission is there to prevent it). With must_wait the background load comes first.
 int64_t oasis_select(const Layer* layer, int64_t layer_index, const Row* rows, int64_t num_rows, const float* q,
-                     const Work* work, int64_t num_threads) {
+                     const float* k, const float* v, const Work* work, int64_t num_threads) {
   const int64_t heads = layer->num_heads, pairs = num_rows * heads;
-  std::vector<char> fits(pairs);
+  std::vector<char> fits(pairs), waits(pairs);
   std::vector<int64_t> requests;  // first row of each: rows of one request share its tables and go in turn
   for (int64_t r = 0; r < num_rows; ++r)
     if (r == 0 || rows[r].table_row != rows[r - 1].table_row) requests.push_back(r);
@@ -178,11 +253,14 @@ int64_t oasis_select(const Layer* layer, int64_t layer_index, const Row* rows, i
   {
     Scratch s;
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t item = 0; item < int64_t(requests.size() - 1) * heads; ++item)
+    for (int64_t item = 0; item < int64_t(requests.size() - 1) * heads; ++item) {
+      for (int64_t r = requests[item / heads]; r < requests[item / heads + 1]; ++r)
+        store_token(*layer, rows[r], item % heads, r, k, v);
       for (int64_t r = requests[item / heads]; r < requests[item / heads + 1]; ++r) {
       const Row& row = rows[r];
       const int64_t head = item % heads, pair = r * heads + head, open = row.position / layer->block_size;
       s.order.clear();
+      s.ranked.clear();
       s.blocks.clear();
       if (sketch_of(row, layer_index) != nullptr) {
         choose(row, layer->group, work->estimate + pair * layer->group * work->max_candidates, s);
@@ -193,10 +271,26 @@ int64_t oasis_select(const Layer* layer, int64_t layer_index, const Row* rows, i
         for (int64_t block = 0; block <= open; ++block) s.blocks.push_back(block);
       }
       s.slots = s.blocks;
+      s.ahead.clear();
       int64_t missing = 0;
-      if (!row.resident)
-        missing = layer->wide_tables ? make_resident<int32_t>(*layer, row, head, s)
-                                     : make_resident<int16_t>(*layer, row, head, s);
+      bool must_wait = false;
+      if (!row.resident) {
+        int64_t* prefetched = work->prefetched + pair * 3;
+        missing = layer->wide_tables ? make_resident<int32_t>(*layer, row, head, prefetched, must_wait, s)
+                                     : make_resident<int16_t>(*layer, row, head, prefetched, must_wait, s);
+        if (row.fetch_limit > 0 && layer->in_flight == kNothing)
+          layer->wide_tables ? fetch_ahead<int32_t>(*layer, row, head, s) : fetch_ahead<int16_t>(*layer, row, head, s);
+        prefetched[0] += int64_t(s.ahead.size());
+      }
+      waits[pair] = must_wait;
+      work->num_fetches[pair] = int64_t(s.ahead.size());
+      for (size_t i = 0; i < s.ahead.size(); ++i) {
+        int64_t* fetch = work->fetches + pair * work->max_fetches + i;
+        const int64_t room = pairs * work->max_fetches;
+        fetch[0] = head;
+        fetch[room] = row.host_blocks[s.ahead[i].first];
+        fetch[2 * room] = row.pages[s.ahead[i].second];
+      }
       work->num_blocks[pair] = int64_t(s.blocks.size());
       work->num_chosen[pair] = int64_t(s.order.size());
       std::copy(s.order.begin(), s.order.end(), work->chosen + pair * work->max_chosen);
@@ -208,11 +302,14 @@ int64_t oasis_select(const Layer* layer, int64_t layer_index, const Row* rows, i
         pages[i] = slot < 0 ? -1 : row.pages[slot];
         if (s.slots[i] <= -2) wanted[pair].emplace_back(row.host_blocks[s.blocks[i]], pages[i]);
       }
+      }
     }
   }
   int64_t total = 0, room = pairs * work->max_blocks;
+  *work->must_wait = 0;
   for (int64_t pair = 0; pair < pairs; ++pair) {
     if (!fits[pair]) return -1;
+    *work->must_wait |= waits[pair];
     for (const auto& [host_block, page] : wanted[pair]) {
       work->loads[total] = pair % heads;
       work->loads[room + total] = host_block;
@@ -237,6 +334,13 @@ void oasis_attend(const Layer* layer, int64_t layer_index, const Row* rows, int6
       attend(*layer, row, sketch_of(row, layer_index), *work, pair, s.query.data(), out + pair * width, s);
     }
   }
+}
+
+// target[targets[i]] = source[sources[i]], whole blocks.
+void oasis_copy_blocks(char* target, const int64_t* targets, const char* source, const int64_t* sources, int64_t count,
+                       int64_t block_bytes) {
+  for (int64_t i = 0; i < count; ++i)
+    std::memcpy(target + targets[i] * block_bytes, source + sources[i] * block_bytes, block_bytes);
 }
 
 }  // extern "C"

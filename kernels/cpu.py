@@ -12,13 +12,25 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
+BlockCopy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 SOURCES = sorted([*Path(__file__).parent.glob("*.h"), *Path(__file__).parent.glob("*.cpp")])
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-shared", "-fPIC")
 KINDS = {"minmax": 0, "1bit": 1, "2bit": 2}
+
+_TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float}
+_SIGNATURES: dict[str, tuple[Any, str]] = {  # result, and the kinds of the arguments: pointer, number, float
+    "oasis_select": (ctypes.c_int64, "pnpnppppn"),
+    "oasis_attend": (None, "pnpnpppn"),
+    "oasis_copy_blocks": (None, "ppppnn"),
+    "oasis_linear": (None, "ppppnn"),
+    "oasis_rope": (None, "pppppfpppnnnn"),
+}
 
 
 class SketchLayer(ctypes.Structure):
@@ -42,8 +54,8 @@ class Layer(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_heads", "group", "head_dim", "block_size")),
         ("pool", ctypes.c_void_p),
         ("wide_tables", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("block_in_slot", "slot_of_block", "last_selected")),
-        *((name, ctypes.c_int64) for name in ("max_slots", "max_blocks")),
+        *((name, ctypes.c_void_p) for name in ("block_in_slot", "slot_of_block", "last_selected", "fetched")),
+        *((name, ctypes.c_int64) for name in ("max_slots", "max_blocks", "in_flight")),
     ]
 
 
@@ -58,7 +70,8 @@ class Row(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in (
                 *("table_row", "position", "first", "last", "budget", "num_slots"),
-                *("resident", "use_tail", "recall", "tick", "scan"),
+                *("resident", "use_tail", "recall", "tick"),
+                *("probe", "reach", "fetch_limit", "scan"),
             )
         ),
     ]
@@ -84,18 +97,22 @@ class _Work(ctypes.Structure):
                 *("missed_mass", "missed_blocks"),
             )
         ),
+        ("max_fetches", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("fetches", "num_fetches", "prefetched", "must_wait")),
     ]
 
 
 class Step:
     """One step's rows and the buffers its layers share. `rows` is kept alive with what it points to by the caller.
 
-    `missed_mass` [row, head] float64 and `missed_blocks` [row, head] int64 add up over the layers. `estimate`
+    `missed_mass` [row, head] float64, `missed_blocks` [row, head] int64 and `prefetched` [row, head, 3] int64 (blocks
+    ordered in the background, selected after they landed, selected before) add up over the layers. `estimate`
     [row, head, group * most candidates] holds, as [group, candidates], the last layer's block scores.
     """
 
     def __init__(self, rows: list[Row], num_heads: int, group: int, block_size: int) -> None:
         self.rows = (Row * len(rows))(*rows)
+        self.tick = rows[0].tick
         max_blocks = max(row.position // block_size + 1 for row in rows)
         max_chosen = max(1, *(row.budget for row in rows))
         max_candidates = max(1, *(row.last - row.first for row in rows))
@@ -104,6 +121,11 @@ class Step:
         self.missed_blocks = torch.zeros(len(rows), num_heads, dtype=torch.int64)
         self.loads = torch.empty(3, pairs * max_blocks, dtype=torch.int64)
         self.estimate = torch.empty(len(rows), num_heads, group * max_candidates)
+        max_fetches = max(row.fetch_limit for row in rows)
+        self.prefetched = torch.zeros(len(rows), num_heads, 3, dtype=torch.int64)
+        self.fetches = torch.empty(3, len(rows), num_heads, max_fetches, dtype=torch.int64)
+        self.num_fetches = torch.empty(len(rows), num_heads, dtype=torch.int64)
+        self.must_wait = torch.zeros(1, dtype=torch.int64)
         self._buffers = (
             torch.empty(pairs, dtype=torch.int64),
             torch.empty(pairs, max_blocks, dtype=torch.int64),
@@ -113,7 +135,20 @@ class Step:
             torch.empty(pairs, group * max_candidates),
         )
         addresses = [x.data_ptr() for x in (*self._buffers, self.loads, self.missed_mass, self.missed_blocks)]
-        self.work = _Work(max_blocks, max_chosen, max_candidates, *addresses)
+        ahead = (self.fetches, self.num_fetches, self.prefetched, self.must_wait)
+        self.work = _Work(
+            max_blocks, max_chosen, max_candidates, *addresses, max_fetches, *(x.data_ptr() for x in ahead)
+        )
+
+    def ahead(self) -> list[tuple[int, torch.Tensor]]:
+        """What the layer's rows want in the background: table row and [3, n] int64 heads, host blocks and pages."""
+        wanted = []
+        for index, row in enumerate(self.rows):
+            counts = self.num_fetches[index].tolist() if row.fetch_limit else []
+            parts = [self.fetches[:, index, head, :count] for head, count in enumerate(counts) if count]
+            if parts:
+                wanted.append((row.table_row, torch.cat(parts, dim=1)))
+        return wanted
 
 
 def load(cache_dir: Path) -> ctypes.CDLL | None:
@@ -143,26 +178,29 @@ def load(cache_dir: Path) -> ctypes.CDLL | None:
                 )
             fresh.replace(library)  # whole or not at all: another rank may be building it too
     loaded = ctypes.CDLL(str(library))
-    loaded.oasis_select.restype = ctypes.c_int64
-    loaded.oasis_attend.restype = None
-    loaded.oasis_linear.restype = None
-    loaded.oasis_rope.restype = None
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, [_TYPES[kind] for kind in arguments]
     return loaded
 
 
-def select(library: ctypes.CDLL, layer: Layer, index: int, step: Step, q: torch.Tensor) -> torch.Tensor:
-    """Choose every row's blocks in layer `index` and give the missing ones slots.
+def select(
+    library: ctypes.CDLL, layer: Layer, index: int, step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
+    """Put every row's token into its block's page, choose its blocks in layer `index`, give the missing ones slots.
 
     Args:
         q: [row, head, group, head_dim] fp32 contiguous, roped.
+        k, v: [row, head, head_dim] fp32 contiguous, k roped.
 
     Returns:
         What must be fetched before `attend`: [3, n] int64: local KV heads, host blocks, pages.
     """
     _check(layer, step, q)
+    assert k.is_contiguous() and v.is_contiguous() and k.shape == v.shape == (*q.shape[:2], q.shape[3])
     count = library.oasis_select(
-        ctypes.byref(layer), ctypes.c_int64(index), ctypes.byref(step.rows), ctypes.c_int64(len(step.rows)),
-        ctypes.c_void_p(q.data_ptr()), ctypes.byref(step.work), ctypes.c_int64(torch.get_num_threads()),
+        ctypes.byref(layer), index, step.rows, len(step.rows), q.data_ptr(), k.data_ptr(), v.data_ptr(),
+        ctypes.byref(step.work), torch.get_num_threads(),
     )  # fmt: skip
     assert count >= 0, "a row's selection does not fit its slots"
     return step.loads[:, :count]
@@ -173,11 +211,29 @@ def attend(library: ctypes.CDLL, layer: Layer, index: int, step: Step, q: torch.
     _check(layer, step, q)
     out = torch.empty_like(q)
     library.oasis_attend(
-        ctypes.byref(layer), ctypes.c_int64(index), ctypes.byref(step.rows), ctypes.c_int64(len(step.rows)),
-        ctypes.c_void_p(q.data_ptr()), ctypes.byref(step.work), ctypes.c_void_p(out.data_ptr()),
-        ctypes.c_int64(torch.get_num_threads()),
+        ctypes.byref(layer), index, step.rows, len(step.rows), q.data_ptr(), ctypes.byref(step.work),
+        out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out
+
+
+def block_copier(library: ctypes.CDLL) -> BlockCopy:
+    """A function (target, targets, source, sources): target[targets] = source[sources], any dtype.
+
+    target and source are [n, width], contiguous; targets and sources [m] int64.
+    """
+
+    def copy(target: torch.Tensor, targets: torch.Tensor, source: torch.Tensor, sources: torch.Tensor) -> None:
+        assert target.is_contiguous() and source.is_contiguous() and target.stride(0) == source.stride(0)
+        assert targets.dtype == sources.dtype == torch.int64 and targets.shape == sources.shape
+        targets, sources = targets.contiguous(), sources.contiguous()
+        library.oasis_copy_blocks(
+            *(x.data_ptr() for x in (target, targets, source, sources)),
+            targets.numel(),
+            target.stride(0) * target.itemsize,
+        )
+
+    return copy
 
 
 def linear(
@@ -206,9 +262,8 @@ def linear(
     norm_weight, eps = norm or (None, 0.0)
     what = _Linear(weight.data_ptr(), _address(bias), _address(norm_weight), eps, gated, inputs, outputs)
     library.oasis_linear(
-        ctypes.byref(what), ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(_address(residual)),
-        ctypes.c_void_p(y.data_ptr()), ctypes.c_int64(rows), ctypes.c_int64(torch.get_num_threads()),
-    )  # fmt: skip
+        ctypes.byref(what), x.data_ptr(), _address(residual), y.data_ptr(), rows, torch.get_num_threads()
+    )
     return y
 
 
@@ -234,11 +289,9 @@ def rope(
     assert qkv.dtype == torch.float32 and qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
     assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim and cos.shape[0] == rows
     q, k, v = (torch.empty(rows, heads, head_dim) for heads in (num_heads, num_kv_heads, num_kv_heads))
-    tensors = (qkv, cos, sin, q_norm, k_norm)
     library.oasis_rope(
-        *(ctypes.c_void_p(_address(x)) for x in tensors), ctypes.c_float(norm_eps),
-        *(ctypes.c_void_p(x.data_ptr()) for x in (q, k, v)),
-        *(ctypes.c_int64(n) for n in (rows, num_heads, num_kv_heads, head_dim)),
+        qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), _address(q_norm), _address(k_norm), norm_eps,
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), rows, num_heads, num_kv_heads, head_dim,
     )  # fmt: skip
     return q, k, v
 

@@ -23,12 +23,14 @@ struct SketchLayer {  // one layer of sparse/sketch.py's tensors
 
 struct Layer {
   int64_t num_heads, group, head_dim, block_size;
-  const float* pool;  // [page, head, K|V, token, head_dim]
+  float* pool;  // [page, head, K|V, token, head_dim]
   int64_t wide_tables;  // 0: int16 tables, 1: int32
   void* block_in_slot;  // [row, head, max_slots], -1 = empty
   void* slot_of_block;  // [row, head, max_blocks], -1 = not resident
   int32_t* last_selected;  // [row, head, max_slots]
+  int32_t* fetched;        // [row, head, max_slots]: tick of the background load into a slot, -1 = none, or selected since
   int64_t max_slots, max_blocks;
+  int64_t in_flight;  // tick of the background load under way, kNothing = none
 };
 
 struct Row {
@@ -40,6 +42,8 @@ struct Row {
   int64_t num_slots;
   int64_t resident;  // slot i is block i, nothing ever moves
   int64_t use_tail, recall, tick;
+  int64_t probe;  // attends what has landed and fetches nothing on the path
+  int64_t reach, fetch_limit;  // > 0: give slots to at most fetch_limit of the `reach` best blocks, for a background load
   int64_t scan;  // how many candidates have their tokens' codes read: the best by their means, the others keep that score
 };
 
@@ -54,8 +58,14 @@ struct Work {  // what oasis_select leaves for the copies and for oasis_attend; 
   int64_t* loads;       // [3, pair * max_blocks]: head, host block and page of what must be fetched
   double* missed_mass;     // [pair], added to: estimated mass outside, summed over the group
   int64_t* missed_blocks;  // [pair], added to
+  int64_t max_fetches;
+  int64_t* fetches;      // [3, pair * max_fetches]: head, host block and page of what the background may load
+  int64_t* num_fetches;  // [pair]
+  int64_t* prefetched;   // [pair, 3], added to: blocks ordered, selected after they landed, selected before
+  int64_t* must_wait;    // [1]: a selected block, or a slot that is overwritten, is in flight
 };
 
+constexpr int64_t kNothing = -2;
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 // Fills work.estimate and, for sketches with means, work.coarse of every row that selects.
@@ -71,11 +81,14 @@ inline void group_scores(const float* log_mass, int64_t group, int64_t n, float*
   }
 }
 
-// Keeps the `count` best of the candidates in `order`, ascending; equal scores go to the lower one.
+struct Better {  // of two candidates; equal scores go to the lower one
+  const float* score;
+  bool operator()(int64_t a, int64_t b) const { return score[a] > score[b] || (score[a] == score[b] && a < b); }
+};
+
+// Keeps the `count` best of the candidates in `order`, ascending.
 inline void keep_best(const float* score, int64_t count, std::vector<int64_t>& order) {
-  std::nth_element(order.begin(), order.begin() + count, order.end(), [score](int64_t a, int64_t b) {
-    return score[a] > score[b] || (score[a] == score[b] && a < b);
-  });
+  std::nth_element(order.begin(), order.begin() + count, order.end(), Better{score});
   order.resize(count);
   std::sort(order.begin(), order.end());
 }

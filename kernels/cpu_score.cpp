@@ -125,6 +125,15 @@ void look_up_tokens(const Lanes* tables, const uint8_t* codes, const uint16_t* s
 }
 
 #ifdef __AVX2__
+// sums + pairwise products of 16-bit numbers.
+inline __m256i multiply_add_pairs(__m256i sums, __m256i a, __m256i b) {
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+  return _mm256_dpwssd_epi32(sums, a, b);
+#else
+  return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b));
+#endif
+}
+
 template <int kHeads, int kParts>
 void multiply_tokens(const int16_t* packed, const Lanes& unit, const Lanes& offset, const uint8_t* codes,
                      const uint16_t* scales, int64_t tokens, float* logits) {
@@ -141,7 +150,7 @@ void multiply_tokens(const int16_t* packed, const Lanes& unit, const Lanes& offs
         bytes = _mm256_srli_epi16(bytes, 2);
         for (int h = 0; h < kHeads; ++h) {
           const __m256i* q = reinterpret_cast<const __m256i*>(packed + ((h * kParts + part) * 4 + c) * 16);
-          sums[h] = _mm256_add_epi32(sums[h], _mm256_madd_epi16(level, _mm256_loadu_si256(q)));
+          sums[h] = multiply_add_pairs(sums[h], level, _mm256_loadu_si256(q));
         }
       }
     }

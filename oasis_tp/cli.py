@@ -29,9 +29,6 @@ COMMANDS = {
     "collect-env": "what this machine has, for a report of a fault",
 }
 NOT_HERE = {
-    "--fetch-ratio": "blocks are fetched when they are wanted, not in the background, so there is no share to cap",
-    "--prefetch": "blocks are fetched when they are wanted; nothing is brought in ahead of that yet",
-    "--no-prefetch": "nothing is fetched ahead of its use yet: leave the option out",
     "--spec-model": "draft models are not supported; --spec-method ngram drafts without one",
     "--enable-prefix-caching": "prompts do not share KV between requests yet (choices of one request do)",
     "--enforce-eager": "there are no CUDA graphs to turn off: leave the option out",

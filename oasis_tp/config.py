@@ -7,9 +7,11 @@ from it (capacities, shards, layouts) is derived elsewhere, once, at start.
 from dataclasses import dataclass, field
 from typing import Literal
 
-AttentionMode = Literal["dense", "resolve"]
+AttentionMode = Literal["dense", "resolve", "paper"]
 SketchKind = Literal["2bit", "1bit", "minmax"]
 HotFactor = float | Literal["auto"]
+NUM_PROBES = 1
+"""Drafts after the last verified one that look ahead in rows of their own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +80,9 @@ class SparsityConfig:
     """What a decoded token attends. A request may bring its own."""
 
     attention: AttentionMode = "resolve"
-    """`dense`: every token, everything resident. `resolve`: the budget's best blocks, fetched exactly when needed."""
+    """`dense`: every token, everything resident. `resolve`: the budget's best blocks, fetched exactly when needed.
+    `paper`: as the OasisKV paper has it, for comparison: those of them that were brought in beforehand; it sets
+    --sketch minmax, --sink-blocks 0, --no-tail-estimate and --prefetch on, and drafts only look ahead."""
     budget_tokens: int = 1024
     """Tokens selected per row, layer and KV head, besides sink and recent ones."""
     recent_tokens: int = 128
@@ -92,6 +96,20 @@ class SparsityConfig:
     tail_estimate: bool = True
     """Let blocks that were not selected contribute their mean value at their mean key's weight
     (sketches 2bit and 1bit)."""
+    prefetch: Literal["auto", "on", "off"] = "auto"
+    """Bring in during a step what the next one may select; where tokens are drafted, one more looks ahead for it.
+    Changes speed, never answers. `auto`: on CUDA."""
+    fetch_ratio: float = 0.5
+    """Share of the budget that one step may bring in ahead, per request, layer and KV head."""
+
+    def __post_init__(self) -> None:
+        if self.attention == "paper":
+            for name, value in {"sketch": "minmax", "sink_blocks": 0, "tail_estimate": False, "prefetch": "on"}.items():
+                object.__setattr__(self, name, value)
+
+    def looks_ahead(self, on_cuda: bool) -> bool:
+        """Whether steps bring in blocks for the next one."""
+        return self.attention != "dense" and (self.prefetch == "on" or (self.prefetch == "auto" and on_cuda))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

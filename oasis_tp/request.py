@@ -120,6 +120,12 @@ class KvStats:
     """Scored selections over all rows, layers and KV heads; pinned blocks are not counted."""
     missed_blocks: int
     """Those of them that had to be fetched from the host tier on the path."""
+    prefetch_used: int = 0
+    """Blocks brought in ahead and selected by a later row, which found them on the device."""
+    prefetch_late: int = 0
+    """Those that were selected while still on their way, and waited for."""
+    prefetch_wasted: int = 0
+    """Those that nobody selected before they were given up."""
     hit_rate: float | None
     """1 - missed / selected; None when nothing was selected."""
     missed_mass: float | None
@@ -168,6 +174,8 @@ class Request:
     max_total_tokens: int
     sparsity: SparsityConfig
     output_ids: list[int] = field(default_factory=list)
+    draft_ids: tuple[int, ...] = ()
+    """What may follow the last token, proposed for the next step; the same on every rank."""
     num_computed: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0

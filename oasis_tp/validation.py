@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from oasis_tp.config import Config, SparsityConfig
+from oasis_tp.config import NUM_PROBES, Config, SparsityConfig
 
 MOST_HOT = 2**20
 """More budgets than any context holds."""
@@ -28,6 +28,7 @@ def validate_sparsity(sparsity: SparsityConfig, block_size: int, option: Callabl
     _check(option("sink_blocks"), sparsity.sink_blocks, sparsity.sink_blocks >= 0, "a whole number from 0")
     hot = sparsity.hot_factor
     _check(option("hot_factor"), hot, hot == "auto" or 1 <= hot <= MOST_HOT, f"auto, or a number from 1 to {MOST_HOT}")
+    _check(option("fetch_ratio"), sparsity.fetch_ratio, 0 < sparsity.fetch_ratio <= 1, "above 0, up to 1")
 
 
 def validate(config: Config) -> None:
@@ -62,8 +63,10 @@ def validate(config: Config) -> None:
     _check("--prompt-lookup-min", smallest, 1 <= smallest <= largest, f"1 to --prompt-lookup-max ({largest})")
     validate_sparsity(config.sparsity, memory.block_size, lambda name: "--" + name.replace("_", "-"))
     if speculation.num_drafts:
-        least, recent = speculation.num_drafts + memory.block_size, config.sparsity.recent_tokens
-        _check("--recent-tokens", recent, recent >= least, f"with drafts at least {least}: a block and --spec-tokens")
+        probes = 0 if config.sparsity.prefetch == "off" else NUM_PROBES
+        least, recent = speculation.num_drafts + probes + memory.block_size, config.sparsity.recent_tokens
+        what = "a block, --spec-tokens" + (" and one that looks ahead (--prefetch)" if probes else "")
+        _check("--recent-tokens", recent, recent >= least, f"with drafts at least {least}: {what}")
     _check("--max-num-seqs", batching.max_num_seqs, batching.max_num_seqs >= 1, "a whole number from 1")
     smallest = max(memory.block_size, batching.max_num_seqs)
     _check(

@@ -14,7 +14,7 @@ from oasis_tp.request import KvStats
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mode:
-    """How an answer was made: `dense`, `resolve` with the rest, or `endpoint`, which is the server's own matter."""
+    """How an answer was made: `dense`, `resolve` or `paper` with the rest, or `endpoint`, the server's own matter."""
 
     mode: str
     sketch: SketchKind | None = None
@@ -23,6 +23,8 @@ class Mode:
 
     @property
     def label(self) -> str:
+        if self.mode == "paper":
+            return f"paper {self.budget}"
         if self.mode != "resolve":
             return self.mode
         return f"{self.sketch} {self.budget}" + (" + tail" if self.tail else "")
@@ -31,6 +33,9 @@ class Mode:
         """The engine's words for it."""
         if self.mode == "dense":
             return SparsityConfig(attention="dense")
+        if self.mode == "paper":
+            assert self.budget
+            return SparsityConfig(attention="paper", budget_tokens=self.budget, hot_factor=hot_factor)
         assert self.mode == "resolve" and self.sketch and self.budget and self.tail is not None, self
         return SparsityConfig(
             budget_tokens=self.budget, hot_factor=hot_factor, sketch=self.sketch, tail_estimate=self.tail
@@ -38,7 +43,7 @@ class Mode:
 
 
 def make_modes(modes: list[str], sketches: list[SketchKind], budgets: list[int], tails: list[bool]) -> list[Mode]:
-    """`dense` first, because all others are compared with it; minmax has no tail estimate."""
+    """`dense` first, because all others are compared with it; minmax has no tail estimate, and paper is minmax."""
     found = [Mode(mode=mode) for mode in ("dense", "endpoint") if mode in modes]
     if "resolve" in modes:
         found += [
@@ -47,6 +52,8 @@ def make_modes(modes: list[str], sketches: list[SketchKind], budgets: list[int],
             for budget in budgets
             for tail in (tails if sketch != "minmax" else [False])
         ]
+    if "paper" in modes:
+        found += [Mode(mode="paper", sketch="minmax", budget=budget, tail=False) for budget in budgets]
     return found
 
 

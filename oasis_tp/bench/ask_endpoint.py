@@ -41,7 +41,8 @@ class Endpoint:
         }
         if mode.mode != "endpoint":
             wanted = asdict(mode.sparsity("auto"))
-            del wanted["hot_factor"]  # the server's, fixed at its start
+            for name in ("hot_factor", "prefetch", "fetch_ratio"):  # the server's: they do not change answers
+                del wanted[name]
             if mode.mode == "dense":
                 wanted = {"attention": "dense"}
             body |= {"sparsity": wanted, "return_kv_stats": True}

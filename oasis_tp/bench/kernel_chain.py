@@ -14,7 +14,7 @@ from oasis_tp.kernels import (
     top_blocks,
 )
 from oasis_tp.kernels.rows import RowFacts, Rows
-from oasis_tp.kv.residency import Residency
+from oasis_tp.kv.residency import NOTHING, Residency
 from oasis_tp.nn.attention import attend_blocks
 from oasis_tp.sparse.select import select_blocks
 from oasis_tp.sparse.sketch import Sketch
@@ -153,7 +153,7 @@ class DecodeLayer:
             heads, columns = (slots < 0).nonzero(as_tuple=True)
             wanted = blocks[heads, columns]
             num_slots = self.pages.shape[1]
-            slots[heads, columns] = tables.replace(0, row, num_slots, (SINK, self.last), heads, wanted)
+            slots[heads, columns], _ = tables.replace(0, row, num_slots, (SINK, self.last), heads, wanted, NOTHING)
             for head, block, slot in zip(heads, wanted, slots[heads, columns], strict=True):
                 self.kv[self.pages[row, slot], head] = self.host[head.cpu(), self.homes[row, block].cpu()].to(q.device)
             counts[row] = torch.bincount(heads.cpu(), minlength=num_heads)

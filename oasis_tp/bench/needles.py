@@ -60,11 +60,15 @@ def make_cases(kinds: list[Kind], lengths: list[int], num_depths: int, seed: int
     ]
 
 
-def make_modes(sketches: list[SketchKind], budgets: list[int], hot_factor: float) -> list[SparsityConfig]:
-    """Dense, then every sketch at every budget."""
+def make_modes(
+    sketches: list[SketchKind], budgets: list[int], hot_factor: float, *, paper: bool = False
+) -> list[SparsityConfig]:
+    """Dense, then every sketch at every budget, then the paper's mode."""
+    settings: list[dict[str, Any]] = [{"sketch": sketch} for sketch in sketches]
+    settings += [{"attention": "paper"}] if paper else []
     return [SparsityConfig(attention="dense")] + [
-        SparsityConfig(budget_tokens=budget, hot_factor=hot_factor, sketch=sketch)
-        for sketch in sketches
+        SparsityConfig(budget_tokens=budget, hot_factor=hot_factor, **setting)
+        for setting in settings
         for budget in budgets
     ]
 
@@ -141,7 +145,9 @@ def _places(flips: list[dict[str, Any]]) -> str:
 
 
 def _mode_name(row: dict[str, Any]) -> str:
-    return "dense" if row["mode"] == "dense" else f"{row['sketch']} {row['budget']}"
+    if row["mode"] == "dense":
+        return "dense"
+    return f"{'paper' if row['mode'] == 'paper' else row['sketch']} {row['budget']}"
 
 
 def format_table(rows: list[dict[str, Any]]) -> str:
@@ -183,6 +189,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hot-factor", type=float, default=2.0, help="budgets' worth of blocks kept on the device (default: 2)"
     )
+    parser.add_argument(
+        "--paper", action="store_true", help="also ask in mode paper (see --attention of oasis_tp.serve)"
+    )
     parser.add_argument("--seed", type=int, default=42, help="of the first depth; the others follow it (default: 42)")
     parser.add_argument(
         "--check", action="store_true", help="exit 1 unless, in noise, 2bit finds every needle that dense finds"
@@ -201,7 +210,7 @@ def main(args: argparse.Namespace) -> int:
         raise ValueError(f"--depths {args.depths}: at least 1")
     llm = LLM(
         args.model,
-        extra_sketches=args.sketches,
+        extra_sketches=args.sketches + (["minmax"] if args.paper else []),
         revision=args.revision,
         max_model_len=max(args.lengths) + NEW_TOKENS,
         sketch=args.sketches[0],
@@ -214,7 +223,7 @@ def main(args: argparse.Namespace) -> int:
     trials = sweep(
         llm,
         tqdm(cases, desc="needles", unit="prompt", disable=not is_first),
-        make_modes(args.sketches, args.budgets, args.hot_factor),
+        make_modes(args.sketches, args.budgets, args.hot_factor, paper=args.paper),
     )
     rows = summarise(trials)
     broken = broken_promises(rows) if args.check else []

@@ -31,7 +31,7 @@ from oasis_tp.models.registry import load_arch
 from oasis_tp.models.tokenizer import load_tokenizer
 
 DEFAULT_TASKS = [task for task in TASK_SPECS if task != "qa"]
-MODES = ("dense", "resolve")
+MODES = ("dense", "resolve", "paper")
 TAILS = {"on": True, "off": False}
 
 
@@ -183,13 +183,13 @@ def _run_engine(args: argparse.Namespace, samples: list[Sample]) -> tuple[dict[s
     longest = max(len(tokenizer.encode(sample.prompt)) + sample.tokens_to_generate for sample in samples)
     if all(too_long(tokenizer, sample, window) for sample in samples):
         raise ValueError(f"no sample fits: {too_long(tokenizer, samples[0], window)}")
-    sparse = [mode for mode in modes if mode.mode == "resolve"]
+    sparse = [mode for mode in modes if mode.mode != "dense"]
     options: dict[str, Any] = {"attention": "dense"}
     if sparse:
         options = {"sketch": sparse[0].sketch, "budget_tokens": max(args.budgets), "hot_factor": args.hot_factor}
     llm = LLM(
         args.model,
-        extra_sketches=args.sketches if sparse else (),
+        extra_sketches=[mode.sketch for mode in sparse if mode.sketch],
         revision=args.revision,
         max_model_len=min(window, longest),
         max_num_seqs=1 + args.batch,  # the held prompt's blocks and the forks'

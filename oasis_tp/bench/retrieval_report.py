@@ -265,14 +265,15 @@ def _draw_budgets(figure: Any, rows: list[dict[str, Any]]) -> bool:
     pooled = [row for row in rows if row["task"] == POOLED and row["score"] is not None]
     curves: defaultdict[tuple[str, bool], list[tuple[int, float, float]]] = defaultdict(list)
     for row in pooled:
-        if row["mode"] == "resolve":
-            curves[row["sketch"], row["tail"]].append((row["budget"], row["score"], row["se"] or 0.0))
+        if row["mode"] in ("resolve", "paper"):
+            name = row["mode"] if row["mode"] == "paper" else row["sketch"]
+            curves[name, row["tail"]].append((row["budget"], row["score"], row["se"] or 0.0))
     if not curves:
         return False
     axis = figure.subplots()
-    for (sketch, tail), points in curves.items():
+    for (name, tail), points in curves.items():
         x, y, errors = zip(*sorted(points), strict=True)
-        axis.errorbar(x, y, yerr=errors, marker="o", capsize=3, label=sketch + (" + tail" if tail else ""))
+        axis.errorbar(x, y, yerr=errors, marker="o", capsize=3, label=name + (" + tail" if tail else ""))
     for row in pooled:
         if row["mode"] == "dense":
             axis.axhline(row["score"], color="black", linestyle="--", label="dense")

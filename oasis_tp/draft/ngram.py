@@ -6,26 +6,18 @@ same without a word to the others.
 
 from collections.abc import Sequence
 
+from oasis_tp.draft.drafter import Drafter
+from oasis_tp.request import Request
 
-class NgramDrafter:
-    """Drafts for one request, from an index over its own tokens that grows with it.
 
-    Draft length follows the acceptance seen: it grows by one when a whole draft was accepted, falls to what was
-    accepted when not, and after drafts of which nothing was accepted pauses for ever longer (1, 2, 4 … up to
-    `MAX_PAUSE` steps), so that text without repetition costs next to nothing.
-    """
+class NgramIndex:
+    """Where every n-gram of one request's tokens occurred last; grows with the request."""
 
-    MAX_PAUSE = 32
-
-    def __init__(self, num_tokens: int, *, min_ngram: int, max_ngram: int) -> None:
-        assert num_tokens >= 1 and 1 <= min_ngram <= max_ngram
-        self.num_tokens = num_tokens
+    def __init__(self, *, min_ngram: int, max_ngram: int) -> None:
+        assert 1 <= min_ngram <= max_ngram
         self.sizes = range(max_ngram, min_ngram - 1, -1)
         self.tokens: list[int] = []
         self._after: dict[tuple[int, ...], int] = {}  # an n-gram -> where the token after its latest occurrence stands
-        self._length = num_tokens
-        self._pause = 0
-        self._waiting = 0
 
     def extend(self, tokens: Sequence[int]) -> None:
         """The request has gained tokens."""
@@ -36,28 +28,34 @@ class NgramDrafter:
                     self._after[tuple(self.tokens[at - size :])] = at
             self.tokens.append(token)
 
-    def propose(self, limit: int) -> tuple[int, ...]:
-        """At most `limit` tokens that may come next; () when nothing matches, or while it pauses."""
-        if self._waiting > 0:
-            self._waiting -= 1
-            return ()
-        count = min(limit, self._length)
-        if count <= 0:
-            return ()
+    def propose(self, count: int) -> tuple[int, ...]:
+        """At most `count` tokens that may come next; () when nothing matches."""
         for size in self.sizes:
             at = self._after.get(tuple(self.tokens[-size:])) if size <= len(self.tokens) else None
             if at is not None:
                 return tuple(self.tokens[at : at + count])
         return ()
 
-    def observe(self, num_proposed: int, num_accepted: int) -> None:
-        """How the last draft fared."""
-        if num_accepted == 0:
-            self._pause = min(self.MAX_PAUSE, max(1, 2 * self._pause))
-            self._waiting = self._pause
-            self._length = 1
-            return
-        self._pause = 0
-        # A draft that was right to its end may have been cut short by its limit: it says nothing against longer ones.
-        longest = max(self._length, num_accepted + 1) if num_accepted == num_proposed else num_accepted + 1
-        self._length = min(self.num_tokens, longest)
+
+class NgramDrafter(Drafter):
+    """An index per row. Drafts follow from tokens alone: the same on every rank."""
+
+    needs_broadcast = False
+
+    def __init__(self, *, min_ngram: int, max_ngram: int) -> None:
+        self.min_ngram, self.max_ngram = min_ngram, max_ngram
+        self._indexes: dict[int, NgramIndex] = {}
+
+    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[tuple[int, ...]]:
+        return [self._propose(request, count) for request, count in zip(requests, counts, strict=True)]
+
+    def release(self, row: int) -> None:
+        self._indexes.pop(row, None)
+
+    def _propose(self, request: Request, count: int) -> tuple[int, ...]:
+        index = self._indexes.get(request.row)
+        if index is None:
+            index = self._indexes[request.row] = NgramIndex(min_ngram=self.min_ngram, max_ngram=self.max_ngram)
+            index.extend(request.spec.prompt_ids)
+        index.extend(request.output_ids[len(index.tokens) - request.num_prompt_tokens :])
+        return index.propose(count)

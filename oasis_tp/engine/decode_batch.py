@@ -6,6 +6,7 @@ import torch
 
 from oasis_tp.kv.layout import SelectionLayout
 from oasis_tp.sparse.cpu_decode import CpuStep
+from oasis_tp.sparse.lookahead import NONE, Lookahead
 from oasis_tp.sparse.sketch import Sketch
 
 
@@ -14,6 +15,7 @@ class RowStats:
     """What one request's decoding did on this rank. Tensors stay on the device until the request ends."""
 
     missed_mass: torch.Tensor  # [] fp32, summed over rows, layers and local query heads
+    prefetched: torch.Tensor  # [3] int64: blocks ordered ahead, selected after they landed, selected before
     missed_mass_count: int = 0
     selected_blocks: int = 0
     missed_blocks: int = 0
@@ -34,6 +36,9 @@ class RowState:
     sketch: Sketch | None
     use_tail: bool
     stats: RowStats
+    lookahead: Lookahead = NONE
+    recall: bool = True
+    """What a row selects is fetched; else it attends what earlier steps brought of it."""
     open_block: int = -1
     """The newest block that has a slot."""
 
@@ -51,6 +56,10 @@ class DecodeRow:
     candidates: tuple[int, int]
     sink_blocks: torch.Tensor  # [local_kv_head, sink] int64
     recent_blocks: torch.Tensor  # [local_kv_head, n] int64, the open block last
+    probe: bool = False
+    """Only looks ahead: attends what is there, and its output, K and V are dropped."""
+    leads: bool = False
+    """The last row of its request: what it ranks best is brought in for the next step."""
 
     @property
     def block(self) -> int:
@@ -61,6 +70,10 @@ class DecodeRow:
         """There are more candidates than the budget; else the row attends everything."""
         first, last = self.candidates
         return self.state.selection.budget is not None and last - first > self.state.selection.budget
+
+    @property
+    def lookahead(self) -> Lookahead:
+        return self.state.lookahead if self.leads and self.selects else NONE
 
     @property
     def num_attended_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""Engine: the loop that every rank runs. Exchange, plan, run, commit."""
+"""Engine: the loop that every rank runs. Exchange, plan, run, commit; then draft for the next step."""
 
 import json
 import queue
@@ -9,8 +9,9 @@ from dataclasses import asdict, replace
 import torch
 
 from oasis_tp.config import Config, SketchKind, SparsityConfig
+from oasis_tp.engine.drafting import draft
 from oasis_tp.engine.plan import StepPlan
-from oasis_tp.engine.report import EngineStats, kv_stats
+from oasis_tp.engine.report import EngineStats, add_ended, kv_stats
 from oasis_tp.engine.sampler import Sampled
 from oasis_tp.engine.scheduler import Scheduler
 from oasis_tp.engine.startup import Started, start
@@ -35,6 +36,7 @@ class Engine:
         limits = started.limits
         self.config = config
         self.runner = started.runner
+        self.drafter = started.drafter
         self.tp = started.runner.tp
         self.model_dir = started.model_dir
         self.scheduler = Scheduler(limits)
@@ -76,7 +78,7 @@ class Engine:
             kept = ", ".join(self.runner.cache.sketches) or "none"
             raise ValueError(
                 f"attention {wanted.attention} with sketch {wanted.sketch}: this engine keeps {kept}; start it with "
-                f"--attention resolve --sketch {wanted.sketch}"
+                f"--attention {wanted.attention} --sketch {wanted.sketch}"
             )
         limit = self.config.batching.max_num_queued_reqs
         num_waiting = len(self.scheduler.waiting) + self._num_submitted - self._num_taken
@@ -145,6 +147,7 @@ class Engine:
             sampled = self.runner.run(plan, self.scheduler)
             ended = self.scheduler.commit(plan, sampled.token_ids)
             outputs += self._report(plan, sampled, ended)
+            self._draft(plan)
             num_tokens = sum(output.token_id is not None for output in outputs)
         elif (refused := self.scheduler.refuse_stuck()) is not None:
             outputs.append(TokenOutput(request_id=refused, finish_reason=FinishReason.ERROR, error=STUCK))
@@ -158,6 +161,14 @@ class Engine:
         for state in self.runner.states.values():
             if not state.resident:
                 self.runner.cache.residency.check_row(state.row)
+
+    def _draft(self, plan: StepPlan) -> None:
+        """Drafts for the requests that decode next."""
+        if self.drafter is None:
+            return
+        for row in plan.released_rows:
+            self.drafter.release(row)
+        draft(self.drafter, self.tp, self.scheduler.wanted_drafts())
 
     def _exchange(self, wait: bool) -> tuple[list[RequestSpec | int], bool]:
         """Rank 0's news to every rank: requests, and ids to abort, in order. A fixed header, a payload if any."""
@@ -196,7 +207,9 @@ class Engine:
                 continue
             for request in self.scheduler.abort(item):
                 self.runner.sampler.forget(item)
-                kv = kv_stats(self.runner, [request])[0] if request.row >= 0 else None
+                stats = kv_stats(self.runner, [request] if request.row >= 0 else [])
+                self._stats = add_ended(self._stats, stats)
+                kv = stats[0] if stats else None
                 outputs.append(TokenOutput(request_id=item, finish_reason=FinishReason.ABORT, kv=kv))
         return outputs
 
@@ -204,14 +217,9 @@ class Engine:
         """The step's events. Ranks know alike who ended, so their tier statistics can be summed here."""
         stats_of_ended = kv_stats(self.runner, ended)
         kv = {request.request_id: stats for request, stats in zip(ended, stats_of_ended, strict=True)}
+        corrupted = sum(request.finish_reason is FinishReason.ERROR for request in ended)
         self._stats = replace(
-            self._stats,
-            draft_tokens=self._stats.draft_tokens + sum(stats.draft_tokens for stats in stats_of_ended),
-            accepted_tokens=self._stats.accepted_tokens + sum(stats.accepted_tokens for stats in stats_of_ended),
-            selected_blocks=self._stats.selected_blocks + sum(stats.selected_blocks for stats in stats_of_ended),
-            missed_blocks=self._stats.missed_blocks + sum(stats.missed_blocks for stats in stats_of_ended),
-            corrupted_requests=self._stats.corrupted_requests
-            + sum(request.finish_reason is FinishReason.ERROR for request in ended),
+            add_ended(self._stats, stats_of_ended), corrupted_requests=self._stats.corrupted_requests + corrupted
         )
         outputs = []
         logprobs = sampled.logprobs or [[None] * len(tokens) for tokens in sampled.token_ids]
@@ -249,6 +257,7 @@ class Engine:
             host_to_device_bytes=transfers.host_to_device_bytes if transfers else 0,
             device_to_host_bytes=transfers.device_to_host_bytes if transfers else 0,
             drafts=before.drafts + sum(map(bool, plan.drafts)),
+            exposed_wait_ns=transfers.exposed_wait_ns if transfers else 0,
             steps=before.steps + (not plan.is_empty),
             last_step_time=time.monotonic(),
         )

@@ -1,6 +1,7 @@
 """KvCache: what the tiers do for a request on this rank, from its prompt's first chunk to its last token."""
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,11 +11,12 @@ from oasis_tp.engine.decode_batch import DecodeBatch, DecodeRow, RowState, RowSt
 from oasis_tp.kv.device_pool import DevicePool
 from oasis_tp.kv.host_tier import HostTier
 from oasis_tp.kv.layout import Capacity, KvLayout, SelectionLayout
-from oasis_tp.kv.residency import Residency
-from oasis_tp.kv.transfers import Transfers
+from oasis_tp.kv.residency import NOTHING, Residency
+from oasis_tp.kv.transfers import Transfers, Wanted
 from oasis_tp.nn.attention import attend_blocks, attend_chunk
 from oasis_tp.request import Request
-from oasis_tp.sparse.cpu_decode import CpuDecode, CpuRow
+from oasis_tp.sparse.cpu_decode import CpuDecode, CpuRow, CpuStep
+from oasis_tp.sparse.lookahead import NONE, Lookahead, most_wanted
 from oasis_tp.sparse.select import rank_blocks, select_blocks
 from oasis_tp.sparse.sketch import Sketch
 
@@ -39,7 +41,8 @@ class KvCache:
 
     A prompt's chunks go to the host tier (or, without one, straight to pages) layer by layer; `begin_decode` brings in
     the first hot set; each decoded row then attends exactly the blocks its own query selects, fetching what is not
-    resident; a block whose last token is committed is sealed: sketched and written through.
+    resident; the last row of a request brings in ahead what the next step may want (sparse/lookahead.py); a block whose
+    last token is committed is sealed: sketched and written through.
 
     Rows decode through torch operations, or, in fp32 on a CPU with a C++ compiler, through sparse/cpu_decode.py.
     `recall` False makes rows attend only what is resident: a control for measurements, never an engine mode.
@@ -57,7 +60,7 @@ class KvCache:
         self.transfers: Transfers | None = None
         if shape.host_tier:
             host = HostTier(layout, capacity.num_host_blocks, dtype, pin=device.type == "cuda")
-            self.transfers = Transfers(self.pool, host)
+            self.transfers = Transfers(self.pool, host, library=cpu_library if device.type == "cpu" else None)
         self.sketches = {
             kind: Sketch(
                 kind,
@@ -85,8 +88,8 @@ class KvCache:
         padded = layout.num_blocks(shape.max_model_len) * layout.block_size
         self._prompt_kv = torch.empty(2, layout.num_kv_heads, padded, layout.head_dim, dtype=dtype, device=device)
 
-    def admit(self, request: Request, selection: SelectionLayout) -> RowState:
-        """Set up a request's row from what the scheduler reserved for it."""
+    def admit(self, request: Request, selection: SelectionLayout, prefetch: bool = False) -> RowState:
+        """Set up a request's row from what the scheduler reserved for it; `prefetch`: its rows look ahead."""
         num_blocks = self.layout.num_blocks(request.max_total_tokens)
         host_blocks = torch.tensor(request.host_blocks[:num_blocks], dtype=torch.int64)
         self.residency.clear(request.row)
@@ -99,8 +102,15 @@ class KvCache:
             resident=len(request.pages) == num_blocks,
             sketch=None if selection.budget is None else self.sketches[request.sparsity.sketch],
             use_tail=request.sparsity.tail_estimate,
-            stats=RowStats(torch.zeros((), device=self.device)),
+            stats=RowStats(torch.zeros((), device=self.device), torch.zeros(3, dtype=torch.int64, device=self.device)),
+            lookahead=Lookahead.of(selection, request.sparsity.fetch_ratio) if prefetch else NONE,
+            recall=request.sparsity.attention != "paper",
         )
+
+    def release(self, state: RowState) -> None:
+        """A request is over: no copy touches its pages and host blocks any more."""
+        if self.transfers is not None:
+            self.transfers.release(state.row)
 
     def prefill(
         self,
@@ -183,15 +193,20 @@ class KvCache:
             self._load(layer, state, source, pinned[stored].expand(heads, -1), pinned_slots[:, stored])
         self.residency.place(state.row, torch.stack(every_choice), slots)
 
-    def prepare(self, states: list[RowState], positions: list[int]) -> DecodeBatch:
-        """Lay out a step's decoded rows; a token that begins a block gets a slot for it in every layer and head."""
+    def prepare(
+        self, states: list[RowState], positions: list[int], probes: Sequence[bool] | None = None
+    ) -> DecodeBatch:
+        """Lay out a step's decoded rows, those of a request together and in order, its probe rows last.
+
+        A token that begins a block gets a slot for it in every layer and head.
+        """
         batch = DecodeBatch()
         if not states:
             return batch
         heads, block = self.layout.num_kv_heads, self.layout.block_size
         self.residency.tick += 1
-        open_pages = []
-        for state, position in zip(states, positions, strict=True):
+        probes = probes or [False] * len(states)
+        for index, (state, position, probe) in enumerate(zip(states, positions, probes, strict=True)):
             first, last = state.selection.candidates(position)
             row = DecodeRow(
                 state=state,
@@ -199,49 +214,73 @@ class KvCache:
                 candidates=(first, last),
                 sink_blocks=torch.arange(first, device=self.device).expand(heads, -1),
                 recent_blocks=torch.arange(last, position // block + 1, device=self.device).expand(heads, -1),
+                probe=probe,
+                leads=index + 1 == len(states) or states[index + 1] is not state,
             )
-            if state.resident:
-                page = state.pages[row.block].expand(self.layout.num_layers, heads)
-            else:
-                if row.block > state.open_block:
-                    self.residency.open_block(state.row, state.num_slots, row.candidates, row.block)
-                    state.open_block = row.block
-                page = state.pages[self.residency.slot_of_block[:, state.row, :, row.block].long()]
-            open_pages.append(page)
+            if not state.resident and row.block > state.open_block:
+                self._open_block(row)
             batch.rows.append(row)
-            self._book(row)
-        batch.open_pages = torch.stack(open_pages, dim=1)
-        batch.offsets = torch.tensor([position % block for position in positions], device=self.device)
+            if not probe:
+                self._book(row)
         if self.cpu is not None:
             batch.cpu_step = self.cpu.begin([self._cpu_row(self.cpu, row) for row in batch.rows])
+        else:
+            batch.open_pages = torch.stack([self._pages_of(row.state, row.block) for row in batch.rows], dim=1)
+            batch.offsets = torch.tensor([position % block for position in positions], device=self.device)
         return batch
+
+    def _pages_of(self, state: RowState, block: int) -> torch.Tensor:
+        """Where a block that is on the device stands, [layer, local_kv_head] int64."""
+        if state.resident:
+            return state.pages[block].expand(self.layout.num_layers, self.layout.num_kv_heads)
+        return state.pages[self.residency.slot_of_block[:, state.row, :, block].long()]
+
+    def _open_block(self, row: DecodeRow) -> None:
+        assert self.transfers is not None
+        state = row.state
+        in_flight = [self.transfers.in_flight(layer) for layer in range(self.layout.num_layers)]
+        flying = torch.tensor(in_flight, dtype=torch.int32, device=self.device)
+        self.residency.open_block(state.row, state.num_slots, row.candidates, row.block, flying)
+        self.transfers.settle_stores()
+        state.open_block = row.block
 
     def decode(self, layer: int, batch: DecodeBatch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attention of the step's decoded rows in one layer: q [n, local_head, D], k and v [n, local_kv_head, D]."""
+        if self.transfers is not None and not all(row.state.recall for row in batch.rows):
+            # Without recall, what has landed shows in the answer: make it what was ordered.
+            self.transfers.settle(layer)
+        if self.cpu is not None and batch.cpu_step is not None:
+            out = self.cpu.run(layer, batch.cpu_step, q.contiguous(), k.contiguous(), v.contiguous())
+            if layer == self.layout.num_layers - 1:
+                self._count(batch, batch.cpu_step)
+            return out
         assert batch.open_pages is not None and batch.offsets is not None
         self.pool.write_tokens(layer, batch.open_pages[layer], batch.offsets, k, v)
-        if self.cpu is not None and batch.cpu_step is not None:
-            out = self.cpu.run(layer, batch.cpu_step, q.contiguous())
-            if layer == self.layout.num_layers - 1:
-                for index, row in enumerate(batch.rows):
-                    row.state.stats.missed_mass += batch.cpu_step.missed_mass[index].sum()
-                    row.state.stats.missed_blocks += int(batch.cpu_step.missed_blocks[index].sum())
-            return out
-        return torch.stack([self._decode_row(layer, row, q[index]) for index, row in enumerate(batch.rows)])
+        ahead: list[Wanted] = []
+        out = torch.stack([self._decode_row(layer, row, q[index], ahead) for index, row in enumerate(batch.rows)])
+        if ahead:
+            assert self.transfers is not None
+            self.transfers.prefetch(layer, self.residency.tick, ahead)
+        return out
+
+    def _count(self, batch: DecodeBatch, step: CpuStep) -> None:
+        """Take over what the compiled path counted in a step's layers."""
+        for index, row in enumerate(batch.rows):
+            stats = row.state.stats
+            stats.prefetched += step.prefetched[index].sum(0)
+            if not row.probe:
+                stats.missed_mass += step.missed_mass[index].sum()
+                stats.missed_blocks += int(step.missed_blocks[index].sum())
 
     def seal(self, state: RowState, block: int) -> None:
         """A block's last token is committed: sketch it and write it through, in every layer."""
-        num_layers, heads = self.layout.num_layers, self.layout.num_kv_heads
-        if state.resident:
-            pages = state.pages[block].expand(num_layers, heads)
-        else:
-            pages = state.pages[self.residency.slot_of_block[:, state.row, :, block].long()]
-        for layer in range(num_layers if self.sketches else 0):
-            k, v = self.pool.gather(layer, pages[layer][:, None])
+        pages = self._pages_of(state, block)
+        if self.sketches:
+            k, v = self.pool.gather_block(pages)
             for sketch in self.sketches.values():
-                sketch.seal(layer, state.host_blocks[block : block + 1], k[None], v[None])
+                sketch.seal_block(int(state.host_blocks_cpu[block]), k, v)
         if self.transfers is not None:
-            self.transfers.store_block(pages, int(state.host_blocks_cpu[block])).wait()
+            self.transfers.store_block(state.row, pages, int(state.host_blocks_cpu[block]))
 
     @torch.inference_mode()
     def drop_candidates(self, state: RowState, position: int) -> None:
@@ -276,8 +315,11 @@ class KvCache:
             position=row.position,
             resident=state.resident,
             use_tail=state.use_tail,
-            recall=self.recall,
+            recall=self.recall and state.recall,
             tick=self.residency.tick,
+            probe=row.probe,
+            reach=row.lookahead.reach,
+            fetch_limit=row.lookahead.limit,
         )
 
     def _read_prompt(self, layer: int, state: RowState, stop: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -299,12 +341,16 @@ class KvCache:
         heads = torch.arange(blocks.shape[0], device=self.device)[:, None].expand_as(blocks).reshape(-1)
         self.transfers.load(layer, heads, source[blocks.reshape(-1)], state.pages[slots.reshape(-1)]).wait()
 
-    def _decode_row(self, layer: int, row: DecodeRow, q: torch.Tensor) -> torch.Tensor:
-        """One row: choose blocks, make them resident, attend them in ascending id. q [local_head, D] -> the same."""
+    def _decode_row(self, layer: int, row: DecodeRow, q: torch.Tensor, ahead: list[Wanted]) -> torch.Tensor:
+        """One row: choose blocks, make them resident, attend them in ascending id. q [local_head, D] -> the same.
+
+        What the row wants for the next step goes to `ahead`; it overwrites slots that no row of this step reads.
+        """
         state, heads = row.state, self.layout.num_kv_heads
         grouped = q.view(heads, -1, self.layout.head_dim)
         first, last = row.candidates
         tail_logits = tail_values = None
+        picked = None
         if row.selects:
             assert state.sketch is not None and state.selection.budget is not None
             picked = select_blocks(state.sketch, layer, state.host_blocks[first:last], grouped, state.selection.budget)
@@ -313,6 +359,8 @@ class KvCache:
         else:
             blocks = torch.arange(row.block + 1, device=self.device).expand(heads, -1)
         slots, hidden = (blocks, None) if state.resident else self._make_resident(layer, row, blocks)
+        if picked is not None and row.lookahead.limit:
+            self._look_ahead(layer, row, first + most_wanted(picked.scores, row.lookahead.reach), ahead)
         k, v = self.pool.gather(layer, state.pages[slots])
         num_tokens = row.num_attended_tokens
         out, missed = attend_blocks(
@@ -324,29 +372,57 @@ class KvCache:
             use_tail=state.use_tail,
             hidden=None if hidden is None else hidden.repeat_interleave(self.layout.block_size, 1)[:, :num_tokens],
         )
-        if missed is not None:
+        if missed is not None and not row.probe:
             state.stats.missed_mass += missed.sum()
         return out.reshape(q.shape)
 
     def _make_resident(
         self, layer: int, row: DecodeRow, blocks: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Slots [head, n] of blocks [head, n], fetched where missing; with `recall` off, a mask of those left out."""
-        state = row.state
-        slots = self.residency.lookup(layer, state.row, blocks)
-        missing = slots < 0
-        open_slot = slots[:, -1:]
-        hits = torch.where(missing, open_slot, slots)
-        self.residency.stamp(layer, state.row, hits)
-        heads, columns = missing.nonzero(as_tuple=True)
-        if heads.numel() == 0:
-            return slots, None
-        state.stats.missed_blocks += heads.numel()
-        if not self.recall:
-            return hits, missing
+        """Slots [head, n] of blocks [head, n], fetched where missing.
+
+        A probe, and any row with recall off, fetches nothing: a mask says which blocks it must leave out.
+        """
         assert self.transfers is not None
+        state, residency = row.state, self.residency
+        in_flight = self.transfers.in_flight(layer)
+        slots = residency.lookup(layer, state.row, blocks)
+        missing = slots < 0
+        hits = torch.where(missing, slots[:, -1:], slots)
+        residency.stamp(layer, state.row, hits)
+        if row.probe:
+            hidden = missing | (residency.fetched[layer, state.row].gather(1, hits) == in_flight)
+            return hits, hidden
+        landed, late = residency.count_fetched(layer, state.row, hits, in_flight)
+        state.stats.prefetched[1] += landed
+        state.stats.prefetched[2] += late
+        must_wait = in_flight != NOTHING and bool(late)
+        heads, columns = missing.nonzero(as_tuple=True)
+        state.stats.missed_blocks += heads.numel()
+        fetches = heads.numel() > 0 and self.recall and state.recall
         wanted = blocks[heads, columns]
-        new_slots = self.residency.replace(layer, state.row, state.num_slots, row.candidates, heads, wanted)
-        slots[heads, columns] = new_slots
-        self.transfers.load(layer, heads, state.host_blocks[wanted], state.pages[new_slots]).wait()
-        return slots, None
+        if fetches:
+            new_slots, overwrites = residency.replace(
+                layer, state.row, state.num_slots, row.candidates, heads, wanted, in_flight
+            )
+            must_wait |= overwrites
+            slots[heads, columns] = new_slots
+        if must_wait:
+            self.transfers.settle(layer)
+        if fetches:
+            self.transfers.load(layer, heads, state.host_blocks[wanted], state.pages[new_slots]).wait()
+            return slots, None
+        return hits, missing if heads.numel() else None
+
+    def _look_ahead(self, layer: int, row: DecodeRow, blocks: torch.Tensor, ahead: list[Wanted]) -> None:
+        """Give slots to the missing ones of blocks [head, n], best first; no matter of this step's."""
+        assert self.transfers is not None
+        if self.transfers.in_flight(layer) != NOTHING:
+            return
+        state = row.state
+        heads, wanted, slots = self.residency.fetch(
+            layer, state.row, state.num_slots, row.candidates, blocks, row.lookahead.limit
+        )
+        if heads.numel():
+            state.stats.prefetched[0] += heads.numel()
+            ahead.append(Wanted(state.row, heads, state.host_blocks[wanted], state.pages[slots]))

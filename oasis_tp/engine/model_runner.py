@@ -62,12 +62,14 @@ class ModelRunner:
         Returns tokens for each of `plan.sampled`, the same on every rank; logprobs at rank 0 only.
         """
         for row in plan.released_rows:
-            self.states.pop(row, None)
             self._prompt_logprobs.pop(row, None)
+            if (state := self.states.pop(row, None)) is not None:
+                self.cache.release(state)
         for parent_id in plan.dropped_prefixes:
             self._prompt_ends.pop(parent_id, None)
         for request in plan.admitted:
-            self.states[request.row] = self.cache.admit(request, scheduler.selection(request.sparsity))
+            selection = scheduler.selection(request.sparsity)
+            self.states[request.row] = self.cache.admit(request, selection, scheduler.looks_ahead(request))
         for start in plan.starts:
             end = self._prompt_ends[start.parent_id]
             self._begin(start.request, end, start.partial_source)
@@ -99,16 +101,22 @@ class ModelRunner:
         return logits
 
     def _decode(self, plan: StepPlan) -> list[torch.Tensor]:
-        """Hidden states of the decoded rows, [rows, hidden]."""
+        """Hidden states of the decoded rows but the probes, [rows, hidden]."""
         states: list[RowState] = []
         positions: list[int] = []
         token_ids: list[int] = []
-        for request, drafts in zip(plan.decode, plan.drafts, strict=True):
-            states += [self.states[request.row]] * (1 + len(drafts))
-            positions += range(request.num_computed, request.num_computed + 1 + len(drafts))
-            token_ids += [request.output_ids[-1], *drafts]
-        batch = self.cache.prepare(states, positions)
-        return [self._pass(token_ids, positions, lambda layer, q, k, v: self.cache.decode(layer, batch, q, k, v))]
+        is_probe: list[bool] = []
+        for request, drafts, probes in zip(plan.decode, plan.drafts, plan.probes, strict=True):
+            tokens = [request.output_ids[-1], *drafts, *probes]
+            states += [self.states[request.row]] * len(tokens)
+            positions += range(request.num_computed, request.num_computed + len(tokens))
+            token_ids += tokens
+            is_probe += [False] * (1 + len(drafts)) + [True] * len(probes)
+        batch = self.cache.prepare(states, positions, is_probe)
+        hidden = self._pass(token_ids, positions, lambda layer, q, k, v: self.cache.decode(layer, batch, q, k, v))
+        if not any(is_probe):
+            return [hidden]
+        return [hidden[[row for row, probe in enumerate(is_probe) if not probe]]]
 
     def _prefill(self, segments: list[Segment]) -> list[torch.Tensor]:
         """Hidden states [1, hidden] of the last token of each prompt that ends."""

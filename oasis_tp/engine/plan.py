@@ -43,14 +43,19 @@ class StepPlan:
     decode: list[Request] = field(default_factory=list)
     drafts: list[tuple[int, ...]] = field(default_factory=list)
     """Per decoding request: the tokens to verify in rows after its committed one."""
+    probes: list[tuple[int, ...]] = field(default_factory=list)
+    """Per decoding request: the drafts after the last one to verify, whose rows only look ahead."""
     prefill: list[PrefillChunk] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
-        return self.num_decode_rows + sum(chunk.stop - chunk.start for chunk in self.prefill)
+        return (
+            self.num_decode_rows + sum(map(len, self.probes)) + sum(chunk.stop - chunk.start for chunk in self.prefill)
+        )
 
     @property
     def num_decode_rows(self) -> int:
+        """Rows whose logits are wanted: committed tokens and drafts to verify."""
         return len(self.decode) + sum(map(len, self.drafts))
 
     @property
@@ -72,6 +77,7 @@ class StepPlan:
             [(s.request.request_id, s.parent_id) for s in self.starts],
             [(r.request_id, r.num_computed, r.output_ids[-1:]) for r in self.decode],
             self.drafts,
+            self.probes,
             [(c.request.request_id, c.start, c.stop) for c in self.prefill],
         )
         return zlib.crc32(repr(facts).encode())

@@ -1,6 +1,7 @@
 """What a finished request's tiers did, and the engine's counters."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,7 +15,7 @@ from oasis_tp.sparse.sketch_size import sketch_bytes_per_block
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStats:
-    """A snapshot after a step. Counters only grow; tier counters are summed over ranks as requests end."""
+    """A snapshot after a step. Counters only grow; block and draft counters are summed over ranks as requests end."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -32,11 +33,28 @@ class EngineStats:
     missed_blocks: int = 0
     corrupted_requests: int = 0
     """Requests that ended because their numbers were not finite."""
+    prefetch_used: int = 0
+    prefetch_late: int = 0
+    prefetch_wasted: int = 0
+    exposed_wait_ns: int = 0
+    """What this rank's compute waited for background copies (on a CPU; on CUDA a stream waits)."""
     host_to_device_bytes: int = 0
     device_to_host_bytes: int = 0
     steps: int = 0
     last_step_time: float = field(default_factory=time.monotonic)
     dead: str | None = None
+
+
+SUMMED = (
+    *("draft_tokens", "accepted_tokens", "selected_blocks", "missed_blocks"),
+    *("prefetch_used", "prefetch_late", "prefetch_wasted"),
+)
+"""Counters that requests leave when they end."""
+
+
+def add_ended(stats: EngineStats, ended: Sequence[KvStats]) -> EngineStats:
+    """The counters with those of requests that ended."""
+    return replace(stats, **{name: getattr(stats, name) + sum(getattr(kv, name) for kv in ended) for name in SUMMED})
 
 
 def kv_stats(runner: ModelRunner, ended: list[Request]) -> list[KvStats]:
@@ -48,7 +66,10 @@ def kv_stats(runner: ModelRunner, ended: list[Request]) -> list[KvStats]:
         return []
     local = [runner.stats(request) for request in ended]
     totals = torch.tensor(
-        [[float(s.missed_mass), s.missed_mass_count, s.selected_blocks, s.missed_blocks] for s in local],
+        [
+            [float(s.missed_mass), s.missed_mass_count, s.selected_blocks, s.missed_blocks, *s.prefetched.tolist()]
+            for s in local
+        ],
         dtype=torch.float64,
     )
     runner.tp.sum_over_ranks(totals)
@@ -56,7 +77,7 @@ def kv_stats(runner: ModelRunner, ended: list[Request]) -> list[KvStats]:
 
 
 def _kv_stats(runner: ModelRunner, request: Request, stats: RowStats, totals: list[float]) -> KvStats:
-    missed_mass, mass_count, selected, missed = totals
+    missed_mass, mass_count, selected, missed, ordered, used, late = totals
     layout, arch = runner.cache.layout, runner.model.arch
     # Ranks that share a KV head each hold it, and it counts for each.
     num_heads = sum(shard.num_kv_heads for shard in head_shards(arch.num_heads, arch.num_kv_heads, runner.tp.size))
@@ -76,6 +97,9 @@ def _kv_stats(runner: ModelRunner, request: Request, stats: RowStats, totals: li
         dense_kv_bytes=num_blocks * page_bytes,
         selected_blocks=int(selected),
         missed_blocks=int(missed),
+        prefetch_used=int(used),
+        prefetch_late=int(late),
+        prefetch_wasted=int(ordered - used - late),
         hit_rate=1.0 - missed / selected if selected else None,
         missed_mass=missed_mass / mass_count if mass_count else None,
         draft_tokens=request.num_draft_tokens,

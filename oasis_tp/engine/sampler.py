@@ -88,8 +88,10 @@ class Sampler:
 def _draw(logits: torch.Tensor, sampling: SamplingParams, generator: torch.Generator) -> int:
     """One draw after temperature, then top-k, top-p and min-p, each on what the one before left."""
     # The best becomes 0 first, so that no temperature, however low, makes it infinite.
-    centred = logits.double() - logits.max().double()
-    scaled, order = torch.sort(centred / sampling.temperature, descending=True, stable=True)
+    scaled = (logits.double() - logits.max().double()) / sampling.temperature
+    order = None
+    if sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0:
+        scaled, order = torch.sort(scaled, descending=True, stable=True)
     if sampling.top_k > 0:
         scaled[sampling.top_k :] = float("-inf")
     probs = torch.softmax(scaled, dim=-1)
@@ -100,6 +102,7 @@ def _draw(logits: torch.Tensor, sampling: SamplingParams, generator: torch.Gener
         probs = torch.where(probs >= sampling.min_p * probs[0], probs, 0.0)
     draw = torch.rand((), generator=generator, dtype=probs.dtype).to(probs.device)
     ladder = probs.cumsum(-1)
-    picked = torch.searchsorted(ladder, draw * ladder[-1], right=True)
-    # The draw may round up to the whole: stay on the last token that has any probability.
-    return int(order[min(int(picked), int((probs > 0).sum()) - 1)])
+    # Below the top of the ladder, also when the draw rounds up to it: then a rung above it has a probability.
+    height = torch.minimum(draw * ladder[-1], torch.nextafter(ladder[-1], torch.zeros_like(draw)))
+    picked = int(torch.searchsorted(ladder, height, right=True))
+    return picked if order is None else int(order[picked])

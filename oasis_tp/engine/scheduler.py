@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from oasis_tp.config import SparsityConfig, SpeculationConfig
-from oasis_tp.draft.ngram import NgramDrafter
+from oasis_tp.draft.pace import DraftPace
 from oasis_tp.engine.plan import ForkStart, PrefillChunk, StepPlan
 from oasis_tp.kv.blocks import PagePool, RunPool, blocks_of, runs_for
 from oasis_tp.kv.layout import RUN_BLOCKS, SelectionLayout, ceil_div
@@ -31,6 +31,9 @@ class SchedulerLimits:
     """Most pages that a request whose blocks come and go may own."""
     eos_token_ids: frozenset[int]
     speculation: SpeculationConfig
+    num_probes: int = 0
+    """Drafts after the last verified one that a step may carry in rows of their own."""
+    on_cuda: bool = False
     sparsity: SparsityConfig
 
 
@@ -56,7 +59,7 @@ class Scheduler:
         self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self._runs_of: dict[int, list[int]] = {}
         self._prefixes: dict[int, Prefix] = {}
-        self._drafters: dict[int, NgramDrafter] = {}
+        self._paces: dict[int, DraftPace] = {}
         self._released_rows: list[int] = []
         self._dropped_prefixes: list[int] = []
 
@@ -67,8 +70,13 @@ class Scheduler:
     def selection(self, sparsity: SparsityConfig) -> SelectionLayout:
         """The selection layout of a request: its own --hot-factor, or the engine's where it says auto."""
         factor = self.limits.hot_factor if sparsity.hot_factor == "auto" else float(sparsity.hot_factor)
-        num_drafts = self.limits.speculation.num_drafts
+        num_drafts = self.limits.speculation.num_drafts + self.limits.num_probes
         return SelectionLayout.from_config(sparsity, self.limits.block_size, factor, num_drafts)
+
+    def looks_ahead(self, request: Request) -> bool:
+        """Its steps bring in blocks for the next ones: some are not on the device, and it wants that."""
+        outgrows = len(request.pages) < self._num_blocks(request)
+        return outgrows and request.sparsity.looks_ahead(self.limits.on_cuda)
 
     def make_request(self, spec: RequestSpec) -> Request:
         """Fill in what the spec leaves open.
@@ -166,8 +174,11 @@ class Scheduler:
         prefilling = any(request.num_computed < request.num_prompt_tokens for request in self.running.values())
         for request in plan.decode:
             # Drafts may not starve prompts: a block's worth of tokens is theirs.
-            plan.drafts.append(self._draft(request, room - self.limits.block_size * prefilling))
-            room -= len(plan.drafts[-1])
+            drafts = request.draft_ids[: max(0, room - self.limits.block_size * prefilling)]
+            num_verified = self._num_to_verify(request)
+            plan.drafts.append(drafts[:num_verified])
+            plan.probes.append(drafts[num_verified : num_verified + self._num_probes(request)])
+            room -= len(plan.drafts[-1]) + len(plan.probes[-1])
         for request in self.running.values():
             left = request.num_prompt_tokens - request.num_computed
             if left <= 0:
@@ -181,6 +192,20 @@ class Scheduler:
             chunk.request.request_id for chunk in plan.prefill if chunk.is_last and self._is_wanted(chunk.request)
         }
         return plan
+
+    def wanted_drafts(self) -> list[tuple[Request, int]]:
+        """Requests that decode next and how many drafts each can use, those that can use none left out.
+
+        Call after `commit`; drafts from before are dropped.
+        """
+        wanted = []
+        for request in self.running.values():
+            request.draft_ids = ()
+            left = request.max_total_tokens - request.num_tokens - 1  # the last token's own row is never computed
+            count = min(left, self._num_to_verify(request) + self._num_probes(request))
+            if request.output_ids and count > 0:
+                wanted.append((request, count))
+        return wanted
 
     def commit(self, plan: StepPlan, token_ids: list[list[int]]) -> list[Request]:
         """Take the step's tokens, a list per `plan.sampled`: accepted drafts and the one after, or [-1].
@@ -196,7 +221,7 @@ class Scheduler:
         for index, (request, tokens) in enumerate(zip(plan.sampled, token_ids, strict=True)):
             reason = None
             if index < len(plan.decode):
-                self._observe(request, plan.drafts[index], tokens)
+                self._observe(request, len(plan.drafts[index]), len(tokens) - 1)
             for position, token_id in enumerate(tokens):
                 request.num_computed += index < len(plan.decode)
                 reason = self._accept(request, token_id)
@@ -235,6 +260,7 @@ class Scheduler:
         owned = [page for request in self.running.values() for page in request.pages]
         assert len(owned) == len(set(owned)) == self.limits.num_pages - self.pages.num_free, "pages leaked"
         assert len(self._free_rows) + len(self.running) == self.limits.max_num_seqs, "rows leaked"
+        assert self._paces.keys() <= self.running.keys(), "draft paces leaked"
         if not self.running and not self._prefixes:
             assert self.runs.num_free == self.runs.num_runs, "host blocks leaked"
 
@@ -276,31 +302,30 @@ class Scheduler:
         plan.admitted.append(request)
         return True
 
-    def _draft(self, request: Request, room: int) -> tuple[int, ...]:
-        """Tokens to verify after the committed one: no more than rows, slots and the request's own end allow."""
-        speculation = self.limits.speculation
-        if speculation.spec_method == "none":
-            return ()
-        drafter = self._drafters.get(request.request_id)
-        if drafter is None:
-            drafter = self._drafters[request.request_id] = NgramDrafter(
-                speculation.spec_tokens,
-                min_ngram=speculation.prompt_lookup_min,
-                max_ngram=speculation.prompt_lookup_max,
-            )
-            drafter.extend(request.spec.prompt_ids)
-        drafter.extend(request.output_ids[len(drafter.tokens) - request.num_prompt_tokens :])
-        limit = min(room, request.max_total_tokens - request.num_tokens - 1)
+    def _num_to_verify(self, request: Request) -> int:
+        """Drafts worth a row each in the next step, by the acceptance seen and by what the request's slots allow."""
+        if self.limits.speculation.num_drafts == 0 or request.sparsity.attention == "paper":
+            return 0
+        length = self._pace(request).length
         if len(request.pages) < self._num_blocks(request):
             # Each row may want a whole budget of its own.
-            limit = min(limit, int(self.selection(request.sparsity).hot_factor) - 1)
-        return drafter.propose(limit)
+            length = min(length, int(self.selection(request.sparsity).hot_factor) - 1)
+        return length
 
-    def _observe(self, request: Request, drafts: tuple[int, ...], tokens: list[int]) -> None:
-        if drafts:
-            request.num_draft_tokens += len(drafts)
-            request.num_accepted_tokens += len(tokens) - 1
-            self._drafters[request.request_id].observe(len(drafts), len(tokens) - 1)
+    def _num_probes(self, request: Request) -> int:
+        return self.limits.num_probes if self.looks_ahead(request) else 0
+
+    def _pace(self, request: Request) -> DraftPace:
+        pace = self._paces.get(request.request_id)
+        if pace is None:
+            pace = self._paces[request.request_id] = DraftPace(self.limits.speculation.num_drafts)
+        return pace
+
+    def _observe(self, request: Request, num_verified: int, num_accepted: int) -> None:
+        if self.limits.speculation.num_drafts:
+            request.num_draft_tokens += num_verified
+            request.num_accepted_tokens += num_accepted
+            self._pace(request).observe(num_verified, num_accepted)
 
     def _accept(self, request: Request, token_id: int) -> FinishReason | None:
         if token_id < 0:
@@ -320,7 +345,7 @@ class Scheduler:
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
         request_id = request.request_id
-        self._drafters.pop(request_id, None)
+        self._paces.pop(request_id, None)
         if request_id in self.running:
             del self.running[request_id]
             self.pages.give_back(request.pages)

@@ -9,7 +9,9 @@ from typing import TypeVar
 import torch
 
 from oasis_tp.comm import TpGroup
-from oasis_tp.config import Config, SketchKind, SparsityConfig
+from oasis_tp.config import NUM_PROBES, Config, SketchKind, SparsityConfig
+from oasis_tp.draft.drafter import Drafter
+from oasis_tp.engine.drafting import make_drafter
 from oasis_tp.engine.kv_cache import CacheShape, KvCache
 from oasis_tp.engine.memory import GIB, kv_memory
 from oasis_tp.engine.model_runner import ModelRunner
@@ -34,6 +36,7 @@ class Started:
     """What an engine is made of."""
 
     runner: ModelRunner
+    drafter: Drafter | None
     limits: SchedulerLimits
     model_dir: Path
 
@@ -69,7 +72,8 @@ def start(config: Config, extra_sketches: tuple[SketchKind, ...]) -> Started:
     with torch.inference_mode():
         model = _on_every_rank(tp, load)
         shape = _on_every_rank(tp, lambda: _plan_memory(config, model, max_model_len, extra_sketches))
-        shape = _agree(tp, shape, config.sparsity, config.speculation.num_drafts)
+        num_ahead = config.speculation.num_drafts + _num_probes(config, tp)
+        shape = _agree(tp, shape, config.sparsity, num_ahead)
         cache = _on_every_rank(tp, lambda: KvCache(shape, dtype, tp.device, *library))
     limits = SchedulerLimits(
         num_pages=shape.capacity.num_pages,
@@ -83,10 +87,19 @@ def start(config: Config, extra_sketches: tuple[SketchKind, ...]) -> Started:
         max_slots=shape.max_slots,
         eos_token_ids=frozenset(arch.eos_token_ids),
         speculation=config.speculation,
+        num_probes=_num_probes(config, tp),
+        on_cuda=tp.device.type == "cuda",
         sparsity=config.sparsity,
     )
-    _print_capacity(config.sparsity, config.speculation.num_drafts, model, cache, shape)
-    return Started(ModelRunner(model, cache, tp, Sampler(config.model.seed)), limits, model_dir)
+    _print_capacity(config.sparsity, num_ahead, model, cache, shape)
+    runner = ModelRunner(model, cache, tp, Sampler(config.model.seed))
+    return Started(runner, make_drafter(config.speculation), limits, model_dir)
+
+
+def _num_probes(config: Config, tp: TpGroup) -> int:
+    """Drafted tokens of a step that only look ahead; 0 where nobody drafts or nothing is brought in ahead."""
+    looks_ahead = config.sparsity.looks_ahead(tp.device.type == "cuda")
+    return NUM_PROBES if looks_ahead and config.speculation.num_drafts else 0
 
 
 def _on_every_rank(tp: TpGroup, action: Callable[[], T]) -> T:
@@ -141,7 +154,7 @@ def _plan_memory(config: Config, model: LlamaModel, max_model_len: int, extra: t
     kinds = tuple(dict.fromkeys(((sparsity.sketch,) if sparsity.attention != "dense" else ()) + extra))
     if kinds and tp.size > arch.num_kv_heads:
         raise ValueError(
-            f"--attention resolve: {tp.size} ranks share {arch.num_kv_heads} KV heads, and ranks that "
+            f"--attention {sparsity.attention}: {tp.size} ranks share {arch.num_kv_heads} KV heads, and ranks that "
             f"share a head do not select together yet; use --attention dense or at most {arch.num_kv_heads} ranks"
         )
     layout = KvLayout(
@@ -173,7 +186,7 @@ def _plan_memory(config: Config, model: LlamaModel, max_model_len: int, extra: t
         max_num_seqs=batching.max_num_seqs,
         device_bytes=device_bytes,
         host_bytes=host_bytes,
-        num_drafts=config.speculation.num_drafts,
+        num_drafts=config.speculation.num_drafts + _num_probes(config, tp),
         sketch_from_device_bytes=not on_cpu and config.memory.device_kv_gb is None,
     )
     return CacheShape(

@@ -42,3 +42,9 @@ class DevicePool:
         index = self.row_index(layer, pages).reshape(-1)
         shape = (heads, count * self.layout.block_size, self.layout.head_dim)
         return self.rows.index_select(0, index).view(shape), self.rows.index_select(0, index + 1).view(shape)
+
+    def gather_block(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V [layer, local_kv_head, block_size, head_dim] of one block, at pages [layer, local_kv_head] int64."""
+        layers = torch.arange(pages.shape[0], device=pages.device)[:, None]
+        both = self.kv[layers, pages, self._head_offset.t()]  # [layer, head, K|V, block, dim]
+        return both[:, :, 0], both[:, :, 1]

@@ -35,7 +35,7 @@ class SelectionLayout:
 
     A row at position p stands in block o = p // block_size. Pinned: blocks 0 .. sink-1 and o-recent .. o. Candidates:
     the blocks between. With `budget` None everything is attended (mode dense). A step may have `num_drafts` rows beyond
-    the committed token's.
+    the committed token's, probes among them.
     """
 
     block_size: int
@@ -68,7 +68,12 @@ class SelectionLayout:
     @property
     def pinned(self) -> int:
         """Blocks attended by position alone, the open blocks of a step's rows among them."""
-        return self.sink + self.recent + 1 + ceil_div(self.num_drafts, self.block_size)
+        return self.sink + self.recent + self.num_open
+
+    @property
+    def num_open(self) -> int:
+        """Blocks that the rows of one step may stand in."""
+        return 1 + ceil_div(self.num_drafts, self.block_size)
 
     def num_pages(self, total_blocks: int, *, host_tier: bool) -> int:
         """Pages a request of `total_blocks` owns for life: R of engine terms, or everything if nothing may leave."""

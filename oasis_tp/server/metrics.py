@@ -47,12 +47,17 @@ class EngineCollector:
             "corrupted_requests": ("Requests whose numbers were not finite.", stats.corrupted_requests),
             "host_to_device_bytes": ("KV bytes read from the host tier, at rank 0.", stats.host_to_device_bytes),
             "device_to_host_bytes": ("KV bytes written to the host tier, at rank 0.", stats.device_to_host_bytes),
+            "copy_stall_seconds": ("What rank 0 waited for background copies.", stats.exposed_wait_ns / 1e9),
             "engine_steps": ("Steps run.", stats.steps),
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(f"oasis_tp:{name}", text, value=value)
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(f"oasis_tp:{name}", text, value=value)
+        ahead = CounterMetricFamily("oasis_tp:prefetch_blocks", "Blocks brought in ahead.", labels=["outcome"])
+        for outcome in ("used", "late", "wasted"):
+            ahead.add_metric([outcome], getattr(stats, f"prefetch_{outcome}"))
+        yield ahead
 
 
 class Metrics:

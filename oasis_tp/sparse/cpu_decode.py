@@ -9,8 +9,8 @@ import torch
 from oasis_tp.config import SketchKind
 from oasis_tp.kernels import cpu
 from oasis_tp.kv.device_pool import DevicePool
-from oasis_tp.kv.residency import Residency
-from oasis_tp.kv.transfers import Transfers
+from oasis_tp.kv.residency import NOTHING, Residency
+from oasis_tp.kv.transfers import Transfers, Wanted
 from oasis_tp.sparse.select import scanned_blocks
 from oasis_tp.sparse.sketch import Sketch
 
@@ -27,7 +27,8 @@ class CpuDecode:
     """What kernels/cpu.cpp reads, as addresses taken once; the tensors behind them are the cache's and outlive this.
 
     Residency tables are updated in place, as the torch path does; copies go through `Transfers` between the two calls
-    of a layer, and their ticket is waited on before pages are read.
+    of a layer, and what a verify row reads is waited for before pages are read. What is ordered ahead overwrites slots
+    that no row of this step reads, so it need not wait for the second call.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class CpuDecode:
         self.transfers = transfers
         self.layout = layout
         self.group = group
-        tables = (residency.block_in_slot, residency.slot_of_block, residency.last_selected)
+        tables = (residency.block_in_slot, residency.slot_of_block, residency.last_selected, residency.fetched)
         self.layers = [
             cpu.Layer(
                 num_heads=layout.num_kv_heads,
@@ -57,6 +58,7 @@ class CpuDecode:
                 block_in_slot=tables[0][layer].data_ptr(),
                 slot_of_block=tables[1][layer].data_ptr(),
                 last_selected=tables[2][layer].data_ptr(),
+                fetched=tables[3][layer].data_ptr(),
                 max_slots=tables[0].shape[3],
                 max_blocks=tables[1].shape[3],
             )
@@ -91,14 +93,23 @@ class CpuDecode:
         """A step over rows, for all layers in turn."""
         return CpuStep(rows, self.layout.num_kv_heads, self.group, self.layout.block_size)
 
-    def run(self, layer: int, step: CpuStep, q: torch.Tensor) -> torch.Tensor:
-        """Attention of the rows in one layer: q [row, local_head, head_dim] -> the same."""
+    def run(self, layer: int, step: CpuStep, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Keep the rows' tokens and attend, in one layer: q [row, local_head, head_dim] -> the same.
+
+        k and v: [row, local_kv_head, head_dim].
+        """
         grouped = q.view(q.shape[0], self.layout.num_kv_heads, self.group, self.layout.head_dim)
-        loads = cpu.select(self.library, self.layers[layer], layer, step, grouped)
-        if loads.shape[1]:
-            assert self.transfers is not None
-            self.transfers.load(layer, *loads).wait()
-        return cpu.attend(self.library, self.layers[layer], layer, step, grouped).view(q.shape)
+        transfers, tables = self.transfers, self.layers[layer]
+        tables.in_flight = transfers.in_flight(layer) if transfers else NOTHING
+        loads = cpu.select(self.library, tables, layer, step, grouped, k, v)
+        if transfers is not None:
+            if step.must_wait:
+                transfers.settle(layer)
+            if loads.shape[1]:
+                transfers.load(layer, *loads).wait()
+            if ahead := step.ahead():
+                transfers.prefetch(layer, step.tick, [Wanted(row, *wanted) for row, wanted in ahead])
+        return cpu.attend(self.library, tables, layer, step, grouped).view(q.shape)
 
 
 def _sketch_layers(sketch: Sketch, num_layers: int) -> "ctypes.Array[cpu.SketchLayer]":

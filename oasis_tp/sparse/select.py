@@ -18,6 +18,7 @@ class Selection:
     """
 
     chosen: torch.Tensor  # [head, budget] int64, positions among the candidates, ascending
+    scores: torch.Tensor  # [head, num_candidates] fp32, what they were chosen by
     tail_logits: torch.Tensor | None  # [head, group, num_candidates] fp32, -inf where chosen
     tail_values: torch.Tensor | None  # [head, num_candidates, head_dim] fp32
 
@@ -30,12 +31,13 @@ def select_blocks(sketch: Sketch, layer: int, candidate_ids: torch.Tensor, q: to
         q: the row's roped queries [head, group, head_dim].
     """
     estimates = sketch.score(layer, candidate_ids, q, scanned_blocks(candidate_ids.numel(), budget))
-    chosen = top_blocks(sketch.group_scores(estimates), budget)
+    scores = sketch.group_scores(estimates)
+    chosen = top_blocks(scores, budget)
     if not sketch.has_tail:
-        return Selection(chosen, None, None)
+        return Selection(chosen, scores, None, None)
     logits, values = sketch.tail(layer, candidate_ids, q)
     taken = chosen[:, None, :].expand(-1, logits.shape[1], -1)
-    return Selection(chosen, logits.scatter(2, taken, float("-inf")), values)
+    return Selection(chosen, scores, logits.scatter(2, taken, float("-inf")), values)
 
 
 def scanned_blocks(num_candidates: int, budget: int) -> int:

@@ -92,16 +92,24 @@ class Sketch:
             k: [n, H, B, D] roped keys, any float dtype.
             v: [n, H, B, D] values.
         """
+        for store, rows in zip(self.tensors(), self._sketch(k, v), strict=True):
+            store[layer].index_copy_(0, block_ids, rows)
+
+    def seal_block(self, block_id: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Sketch one block in all layers: k and v [layer, H, B, D], as for `seal`."""
+        for store, rows in zip(self.tensors(), self._sketch(k, v), strict=True):
+            store[:, block_id] = rows
+
+    def _sketch(self, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+        """Rows [n, H, ...] for each of `tensors`, of k and v [n, H, B, D]."""
         k = k.float().clamp(-MAX_ABS, MAX_ABS)
         if not self.has_tail:
-            self.bounds[layer].index_copy_(0, block_ids, torch.stack((k.amax(2), k.amin(2)), 2).bfloat16())
-            return
+            return [torch.stack((k.amax(2), k.amin(2)), 2).bfloat16()]
         v = v.float().clamp(-MAX_ABS, MAX_ABS)
         means, mean_scales = _quantise_int8(torch.stack((k.mean(2), v.mean(2)), 2))
         dequantised_mean = means[:, :, :1].float() * mean_scales[:, :, :1, None].float()
         codes, token_scales = self._encode(rotate(k - dequantised_mean))
-        for store, rows in zip(self.tensors(), (codes, token_scales, means, mean_scales), strict=True):
-            store[layer].index_copy_(0, block_ids, rows)
+        return [codes, token_scales, means, mean_scales]
 
     def score(self, layer: int, block_ids: torch.Tensor, q: torch.Tensor, scan: int | None = None) -> torch.Tensor:
         """Estimated log of each block's attention mass under one row's queries.

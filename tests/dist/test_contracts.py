@@ -87,11 +87,11 @@ def test_bit_equal_from_a_cold_device(model: str, reference: list[dict[str, Any]
     cache = llm.engine.runner.cache
     prepare = cache.prepare
 
-    def cold(states: list, positions: list[int]) -> Any:
+    def cold(states: list, positions: list[int], probes: list[bool]) -> Any:
         for state, position in zip(states, positions, strict=True):
             if not state.resident:
                 cache.drop_candidates(state, position)
-        return prepare(states, positions)
+        return prepare(states, positions, probes)
 
     cache.prepare = cold  # type: ignore[method-assign]
     got = answers(llm, prompts())

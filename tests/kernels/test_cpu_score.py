@@ -50,6 +50,7 @@ class Rig:
         residency = Residency(
             num_layers=1, num_rows=1, num_heads=HEADS, max_slots=NUM_BLOCKS, max_blocks=NUM_BLOCKS, device=CPU
         )
+        self.kept = pool, residency  # CpuDecode has their addresses only
         self.decode = CpuDecode(library, pool, residency, None, {kind: self.sketch}, group)
         self.q = torch.randn(3, HEADS, group, head_dim) * 2
 
@@ -69,11 +70,15 @@ class Rig:
                     use_tail=True,
                     recall=True,
                     tick=1,
+                    probe=False,
+                    reach=0,
+                    fetch_limit=0,
                 )
                 for row in range(rows)
             ]
         )
-        cpu.select(self.decode.library, self.decode.layers[0], 0, step, self.q[:rows].contiguous())
+        kv = torch.zeros(rows, HEADS, self.q.shape[3])
+        cpu.select(self.decode.library, self.decode.layers[0], 0, step, self.q[:rows].contiguous(), kv, kv)
         group = self.q.shape[2]
         return [
             step.estimate[row, :, : group * (LAST - row - FIRST)].view(HEADS, group, LAST - row - FIRST).clone()

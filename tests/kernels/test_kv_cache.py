@@ -2,12 +2,13 @@
 
 import ctypes
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 
 from oasis_tp.config import SketchKind, SparsityConfig
-from oasis_tp.engine.decode_batch import RowState
+from oasis_tp.engine.decode_batch import DecodeBatch, RowState
 from oasis_tp.engine.kv_cache import CacheShape, KvCache
 from oasis_tp.kernels import reference
 from oasis_tp.kv.blocks import runs_for
@@ -116,8 +117,10 @@ class Rig:
         self.runs = torch.randperm(num_runs, generator=torch.Generator().manual_seed(2)).tolist()
         self.rows = [2, 0, 1]
 
-    def admit(self, truth: Truth, hot_factor: float, shared: list[int] | None = None) -> tuple[Request, RowState]:
-        selection = SelectionLayout.from_config(truth.sparsity, BLOCK, hot_factor)
+    def admit(
+        self, truth: Truth, hot_factor: float, shared: list[int] | None = None, num_drafts: int = 0
+    ) -> tuple[Request, RowState]:
+        selection = SelectionLayout.from_config(truth.sparsity, BLOCK, hot_factor, num_drafts)
         total = truth.num_prompt + truth.num_decode
         num_pages = selection.num_pages(LAYOUT.num_blocks(total), host_tier=self.host_tier)
         shared = shared or []
@@ -130,7 +133,7 @@ class Rig:
             pages=[self.pages.pop() for _ in range(num_pages)],
             host_blocks=shared + [run * RUN_BLOCKS + i for run in runs for i in range(RUN_BLOCKS)],
         )
-        return request, self.cache.admit(request, selection)
+        return request, self.cache.admit(request, selection, truth.sparsity.looks_ahead(on_cuda=False))
 
     def prefill(self, truth: Truth, state: RowState, chunk: int) -> list[torch.Tensor]:
         """Outputs [T, head, D] per layer; the hot set is brought in afterwards."""
@@ -147,18 +150,27 @@ class Rig:
     def begin(self, truth: Truth, state: RowState, partial_source: int = -1) -> None:
         self.cache.begin_decode(state, truth.num_prompt, truth.q[:, truth.num_prompt - 1], partial_source)
 
-    def decode(self, truths: list[Truth], states: list[RowState], index: int) -> list[torch.Tensor]:
-        """Token `index` after the prompts of several rows: outputs [row, head, D] per layer."""
+    def decode(
+        self, truths: list[Truth], states: list[RowState], index: int, probe: bool = False
+    ) -> list[torch.Tensor]:
+        """Token `index` after the prompts of several rows: outputs [row, head, D] per layer.
+
+        With `probe` the token after it stands beside it and looks ahead; its output is left out.
+        """
+        count = len(truths)
         positions = [truth.num_prompt + index for truth in truths]
-        batch = self.cache.prepare(states, positions)
+        if probe:
+            assert count == 1
+            truths, states, positions = truths * 2, states * 2, [positions[0], positions[0] + 1]
+        batch = self.cache.prepare(states, positions, [False] * count + [True] * (len(truths) - count))
         outputs = []
         for layer in range(LAYERS):
             q, k, v = (
                 torch.stack([x(truth)[layer, position] for truth, position in zip(truths, positions, strict=True)])
                 for x in (lambda t: t.q, lambda t: t.k, lambda t: t.v)
             )
-            outputs.append(self.cache.decode(layer, batch, q, k, v))
-        for state, position in zip(states, positions, strict=True):
+            outputs.append(self.cache.decode(layer, batch, q, k, v)[:count])
+        for state, position in zip(states[:count], positions[:count], strict=True):
             if position % BLOCK == BLOCK - 1:
                 self.cache.seal(state, position // BLOCK)
         return outputs
@@ -166,6 +178,10 @@ class Rig:
     def check_row(self, truth: Truth, state: RowState, position: int) -> None:
         """What the tables say is on the device, is; what a row attended or pins is there; sealed blocks are at home."""
         cache = self.cache
+        if cache.transfers is not None:
+            cache.transfers.settle_stores()
+            for layer in range(LAYERS):
+                cache.transfers.settle(layer)
         if not state.resident:
             cache.residency.check_row(state.row)
         written = position + 1
@@ -342,3 +358,56 @@ def test_a_cold_device_changes_nothing_but_with_recall_off_only_pinned_blocks_ar
     want = torch.cat([truth.output(layer, 150, blocks[layer], tail=False) for layer in range(LAYERS)])
     torch.testing.assert_close(output.flatten(0, 1).double(), want, atol=TOLERANCE, rtol=0)
     assert state.stats.missed_blocks == LAYERS * HEADS * 2
+
+
+@pytest.mark.parametrize("hot_factor", [1.0, 2.0])
+@torch.inference_mode()
+def test_probe_rows_change_no_bit_and_bring_in_what_the_next_row_selects(
+    library: ctypes.CDLL | None, hot_factor: float
+) -> None:
+    truth = make_truth(150, 60, recent_tokens=32, prefetch="on", fetch_ratio=1.0)
+    plain = make_truth(150, 60, recent_tokens=32)
+    _, expected, without = run(library, plain, hot_factor=hot_factor, host_tier=True)
+    rig = Rig(library)
+    _, state = rig.admit(truth, hot_factor, num_drafts=1)
+    rig.prefill(truth, state, 400)
+    for index in range(truth.num_decode - 1):
+        output = torch.cat(rig.decode([truth], [state], index, probe=True))
+        assert torch.equal(output, expected[index]), index
+        rig.check_row(truth, state, truth.num_prompt + index)
+    ordered, used, late = state.stats.prefetched.tolist()
+    assert 0 < used + late <= ordered
+    assert state.stats.selected_blocks < without.stats.selected_blocks, "probes were counted as rows"
+    assert state.stats.missed_blocks < without.stats.missed_blocks / (1.2 if hot_factor == 1 else 3)
+
+
+@pytest.mark.parametrize("probe", [False, True])
+@torch.inference_mode()
+def test_in_paper_mode_a_row_attends_what_was_brought_before_it(library: ctypes.CDLL | None, probe: bool) -> None:
+    truth = make_truth(150, 40, attention="paper", fetch_ratio=0.5, recent_tokens=32)
+    assert truth.sparsity.sketch == "minmax" and truth.selection.sink == 0
+    rig = Rig(library, kinds=("minmax",))
+    _, state = rig.admit(truth, 1.5, num_drafts=1)
+    rig.prefill(truth, state, 400)
+    missed, prepare = 0, rig.cache.prepare
+    here = torch.empty(0)
+
+    def watch(*how: Any) -> DecodeBatch:
+        nonlocal here
+        batch = prepare(*how)
+        here = rig.cache.residency.block_in_slot[:, state.row].clone()
+        return batch
+
+    rig.cache.prepare = watch  # type: ignore[method-assign]
+    for index in range(truth.num_decode - 1):
+        position = truth.num_prompt + index
+        output = torch.cat(rig.decode([truth], [state], index, probe=probe)).view(LAYERS, HEADS, GROUP, DIM)
+        for layer in range(LAYERS):
+            for head in range(HEADS):
+                wanted = truth.attended(layer, position)[head]
+                there = wanted[torch.isin(wanted, here[layer, head].long())]
+                missed += len(wanted) - len(there)
+                want = truth.output(layer, position, there.expand(HEADS, -1), tail=False).view(HEADS, GROUP, DIM)
+                torch.testing.assert_close(output[layer, head].double(), want[head], atol=TOLERANCE, rtol=0)
+    assert state.stats.missed_blocks == missed > 0
+    assert state.stats.prefetched[1] > 0 == state.stats.prefetched[2], "a row of this mode waits for what was ordered"

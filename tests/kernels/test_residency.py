@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from oasis_tp.kv.residency import Residency
+from oasis_tp.kv.residency import NOTHING, Residency
 
 CPU = torch.device("cpu")
 LAYERS, ROWS, HEADS = 2, 3, 2
+SETTLED = torch.full((LAYERS,), NOTHING, dtype=torch.int32)
 
 
 def make(max_slots: int = 12, max_blocks: int = 60) -> Residency:
@@ -45,14 +46,14 @@ def test_random_steps_as_with_dictionaries(num_slots: int, seed: int) -> None:
     models = {(layer, head): Model(num_slots) for layer in range(LAYERS) for head in range(HEADS)}
     for block in range(3):
         residency.tick += 1
-        residency.open_block(row, num_slots, (1, 1), block)
+        residency.open_block(row, num_slots, (1, 1), block, SETTLED)
         for model in models.values():
             slot = model.victim((1, 1), None)
             model.block_of[slot], model.stamp[slot] = block, residency.tick
     for open_block in range(3, 50):
         candidates = (1, open_block - 1)
         residency.tick += 1
-        residency.open_block(row, num_slots, candidates, open_block)
+        residency.open_block(row, num_slots, candidates, open_block, SETTLED)
         for model in models.values():
             slot = model.victim(candidates, None)
             model.block_of[slot], model.stamp[slot] = open_block, residency.tick
@@ -72,7 +73,8 @@ def test_random_steps_as_with_dictionaries(num_slots: int, seed: int) -> None:
                 missing = slots < 0
                 residency.stamp(layer, row, torch.where(missing, slots[:, -1:], slots))
                 heads, columns = missing.nonzero(as_tuple=True)
-                new = residency.replace(layer, row, num_slots, candidates, heads, wanted[heads, columns])
+                new, late = residency.replace(layer, row, num_slots, candidates, heads, wanted[heads, columns], NOTHING)
+                assert not late
                 slots[heads, columns] = new
                 for head in range(HEADS):
                     model = models[layer, head]
@@ -102,7 +104,7 @@ def test_opening_a_block_evicts_in_every_layer_and_head_apart() -> None:
     residency.check_row(0)
     residency.tick = 1
     residency.stamp(1, 0, torch.tensor([[3], [3]]))
-    residency.open_block(0, 5, (1, 9), 10)
+    residency.open_block(0, 5, (1, 9), 10, SETTLED)
     residency.check_row(0)
     held = residency.block_in_slot[:, 0, :, :5].tolist()
     assert held == [[[0, 10, 9, 1, 2]] * 1 + [[0, 10, 9, 3, 4]], [[0, 10, 9, 5, 6], [0, 10, 9, 2, 7]]]
@@ -133,7 +135,7 @@ def test_check_row_notices_tables_that_disagree() -> None:
 @pytest.mark.parametrize(("max_slots", "max_blocks", "kind"), [(9, 32767, torch.int16), (9, 32768, torch.int32)])
 def test_tables_take_the_bytes_they_were_planned_for(max_slots: int, max_blocks: int, kind: torch.dtype) -> None:
     residency = make(max_slots, max_blocks)
-    tables = (residency.block_in_slot, residency.slot_of_block, residency.last_selected)
+    tables = (residency.block_in_slot, residency.slot_of_block, residency.last_selected, residency.fetched)
     assert residency.slot_of_block.dtype == kind
     assert sum(table.nbytes for table in tables) == Residency.num_bytes(
         num_layers=LAYERS, num_rows=ROWS, num_heads=HEADS, max_slots=max_slots, max_blocks=max_blocks

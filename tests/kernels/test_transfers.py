@@ -41,7 +41,7 @@ def test_a_sealed_block_goes_home_from_a_page_of_its_own_in_each_layer_and_head(
     for layer in range(LAYERS):
         for head in range(HEADS):
             want[layer, head, 5] = tiers.pool.kv[layer, pages[layer, head], head]
-    ticket = tiers.store_block(pages, 5)
+    ticket = tiers.store_block(1, pages, 5)
     ticket.wait()
     assert torch.equal(tiers.host.kv, want)
     assert ticket.num_bytes == tiers.device_to_host_bytes == tiers.pool.layout.page_bytes

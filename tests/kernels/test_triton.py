@@ -13,7 +13,7 @@ from oasis_tp.bench import kernel_cases
 from oasis_tp.bench.kernel_cases import CASES, TOLERANCE, Case
 from oasis_tp.kernels import reference
 from oasis_tp.kernels.launch import check_head_dim
-from oasis_tp.kv.residency import Residency
+from oasis_tp.kv.residency import NOTHING, Residency
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def test_the_reference_of_the_plan_is_what_residency_does(seed: int) -> None:
     found = tables.lookup(0, 0, blocks)
     tables.stamp(0, 0, torch.where(found < 0, found[:, -1:], found))
     heads, columns = (found < 0).nonzero(as_tuple=True)
-    new = tables.replace(0, 0, num_slots, (first, last), heads, blocks[heads, columns])
+    new, _ = tables.replace(0, 0, num_slots, (first, last), heads, blocks[heads, columns], NOTHING)
     found[heads, columns] = new
     assert len(copies) == new.numel() > 0 and found[0].tolist() == slots
     after = [x[0, 0, 0].tolist() for x in (tables.block_in_slot, tables.slot_of_block, tables.last_selected)]

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -466,3 +467,80 @@ def test_a_plan_differs_in_its_fingerprint_by_any_fact() -> None:
     before = scheduler.plan().fingerprint()
     scheduler.running[0].output_ids[-1] += 1
     assert scheduler.plan().fingerprint() != before
+
+
+def speculating(num_probes: int = 0, **changes: Any) -> Scheduler:
+    speculation = SpeculationConfig(spec_method="ngram", spec_tokens=4)
+    limits = make_limits(**changes)
+    return Scheduler(replace(limits, max_slots=limits.max_slots + 1, speculation=speculation, num_probes=num_probes))
+
+
+def test_drafts_are_split_into_rows_to_verify_and_probes() -> None:
+    scheduler = speculating(num_probes=1, sparsity=replace(SPARSITY, hot_factor=6.0, prefetch="on"), hot_factor=6.0)
+    scheduler.add(make_spec(0, 280, 40))
+    while not scheduler.wanted_drafts():
+        step(scheduler)
+    ((request, count),) = scheduler.wanted_drafts()
+    assert count == 5, "four to verify and one to look ahead"
+    request.draft_ids = (11, 12, 13, 14, 15)
+    plan = scheduler.plan()
+    assert (plan.drafts, plan.probes) == ([(11, 12, 13, 14)], [(15,)])
+    assert (plan.num_decode_rows, plan.num_tokens) == (5, 6)
+    scheduler.commit(plan, [[7]])  # the first draft was wrong: a pause
+    assert scheduler.wanted_drafts() == [(request, 1)] and request.draft_ids == ()
+    request.draft_ids = (16,)
+    plan = scheduler.plan()
+    assert (plan.drafts, plan.probes) == ([()], [(16,)]), "who pauses verifies nothing and still looks ahead"
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "how", "expected"),
+    [
+        (280, {"prefetch": "on"}, [1]),
+        (280, {"prefetch": "auto"}, []),  # on a CPU
+        (20, {"prefetch": "on"}, [4]),  # everything is on the device
+        (280, {"attention": "paper"}, [1]),
+        (280, {"attention": "paper", "hot_factor": 3.0}, [1]),  # its drafts are never verified
+        (280, {"prefetch": "on", "hot_factor": 3.0}, [3]),
+    ],
+)
+def test_who_looks_ahead_asks_for_a_draft_to_do_it(num_prompt: int, how: dict[str, Any], expected: list[int]) -> None:
+    sparsity = replace(SPARSITY, **how)
+    scheduler = speculating(num_probes=1, sparsity=sparsity, hot_factor=4.0)
+    scheduler.add(make_spec(0, num_prompt, 40))
+    while not scheduler.running or next(iter(scheduler.running.values())).num_computed < num_prompt:
+        step(scheduler)
+    assert [count for _, count in scheduler.wanted_drafts()] == expected
+
+
+def test_no_draft_stands_past_the_end_of_its_request() -> None:
+    scheduler = speculating(num_probes=2)
+    scheduler.add(make_spec(0, 20, 4))
+    counts = []
+    step(scheduler)
+    while scheduler.running:
+        counts.append(sum(count for _, count in scheduler.wanted_drafts()))
+        step(scheduler)
+    assert counts == [2, 1, 0], "four tokens: after the first one, rows for two more, then one, then none"
+
+
+def test_who_outgrows_its_slots_verifies_fewer_than_its_hot_factor() -> None:
+    for hot_factor, expected in ((1.0, []), (2.5, [1]), (4.0, [3])):
+        scheduler = speculating(sparsity=replace(SPARSITY, hot_factor=hot_factor), hot_factor=hot_factor)
+        scheduler.add(make_spec(0, 280, 40))
+        while not scheduler.running or next(iter(scheduler.running.values())).num_computed < 280:
+            step(scheduler)
+        request = next(iter(scheduler.running.values()))
+        assert len(request.pages) < request.max_total_tokens / BLOCK
+        assert [count for _, count in scheduler.wanted_drafts()] == expected
+
+
+def test_drafts_take_no_room_from_decoding_rows_and_prompts() -> None:
+    scheduler = speculating(max_num_batched_tokens=2 * BLOCK)
+    scheduler.add(make_spec(0, 20, 40))
+    step(scheduler)
+    scheduler.add(make_spec(1, 60, 40))
+    ((request, _),) = scheduler.wanted_drafts()
+    request.draft_ids = tuple(range(30, 60))
+    plan = scheduler.plan()
+    assert plan.num_tokens <= 2 * BLOCK and plan.prefill and len(plan.drafts[0]) == 4
