@@ -6,6 +6,7 @@ import difflib
 import importlib
 import inspect
 import json
+import os
 import re
 import shutil
 import sys
@@ -13,7 +14,7 @@ import textwrap
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import IO, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from oasis_tp import __version__
 from oasis_tp.config import Config
@@ -25,7 +26,18 @@ COMMANDS = {
     "generate": "one prompt to the terminal, with KV tier statistics",
     "slurm": "a Slurm job script for any of these",
     "bench": "measurements: quality, decode speed, serving",
+    "collect-env": "what this machine has, for a report of a fault",
 }
+NOT_HERE = {
+    "--enable-prefix-caching": "prompts do not share KV between requests yet (choices of one request do)",
+    "--enforce-eager": "there are no CUDA graphs to turn off: leave the option out",
+    "--pipeline-parallel-size": "layers are not split over ranks; --tensor-parallel-size splits heads",
+    "--swap-space": "KV beyond the device lives in the host tier: --host-kv-gb, or --kv-offloading-size",
+    "--cpu-offload-gb": "weights stay on the device; KV beyond it lives in the host tier (--host-kv-gb)",
+    "--quantization": "weights are used in --dtype; quantised .gguf files are dequantised when they are loaded",
+    "--trust-remote-code": "no code of a model is ever run: leave the option out",
+}
+"""Options that people bring from elsewhere, and why they cannot be had."""
 SUFFIXES = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
 SPECULATIVE_KEYS = {
     "method": "spec_method",
@@ -97,6 +109,8 @@ def parse_config(
     unknown = [arg for arg in rest if arg.startswith("-") and arg != "--"]
     if unknown:
         name = unknown[0].split("=")[0]
+        if name in NOT_HERE:
+            parser.error(f"{name}: {NOT_HERE[name]}")
         parser.error(f"unknown option {name}{_nearest(name, parser._option_string_actions)}")
     positional = [arg for arg in rest if arg != "--"]
     if len(positional) > 1:
@@ -151,10 +165,10 @@ def speculative_options(given: object) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """The `oasis-tp` command: hand the rest of the line to `oasis_tp.<command>`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    lines = [f"  {name:<10}{text}" for name, text in COMMANDS.items()]
+    lines = [f"  {name:<13}{text}" for name, text in COMMANDS.items()]
     usage = "\n".join(["usage: oasis-tp COMMAND [options]", "", *lines, "", "oasis-tp COMMAND --help lists options."])
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(usage, file=sys.stdout if arguments else sys.stderr)
+        say(usage + "\n", sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
     command, *rest = arguments
     if command == "--version":
@@ -163,13 +177,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         print(f"oasis-tp: error: unknown command {command}{_nearest(command, COMMANDS)}", file=sys.stderr)
         return 2
-    return importlib.import_module(f"oasis_tp.{command}").main(rest)
+    return importlib.import_module(f"oasis_tp.{command.replace('-', '_')}").main(rest)
+
+
+def say(text: str, file: IO[str]) -> None:
+    """Print, whether or not anybody still reads (`--help | head`)."""
+    try:
+        file.write(text)
+        file.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # or the interpreter would complain at its end
+
+
+class _Parser(argparse.ArgumentParser):
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if message:
+            say(message, file or sys.stderr)
 
 
 def _parser(prog: str, description: str) -> argparse.ArgumentParser:
     """A parser of all `Config` flags that records only what was given."""
     width = min(100, shutil.get_terminal_size().columns)
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=prog,
         usage="%(prog)s [MODEL] [options]",
         description=description,
@@ -234,7 +263,12 @@ def _keywords(flag: Flag) -> dict[str, Any]:
     if get_origin(hint) is Literal:
         return {"help": text, "choices": get_args(hint), "type": type(get_args(hint)[0])}
     if get_origin(hint) is tuple:
-        return {"help": text, "nargs": "+", "type": _scalar(get_args(hint)[0]), "metavar": "NAME"}
+        return {
+            "help": text,
+            "nargs": "+",
+            "type": _scalar(get_args(hint)[0]),
+            "metavar": flag.name.split("_")[-1].upper(),
+        }
     if len(options) > 1:
         words = [word for option in options if get_origin(option) is Literal for word in get_args(option)]
         (number,) = [option for option in options if get_origin(option) is not Literal]

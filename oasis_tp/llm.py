@@ -20,11 +20,14 @@ Prompt = str | Sequence[int]
 
 @dataclass(slots=True)
 class Completion:
-    """One choice. `logprobs` is filled at rank 0 when they were asked for."""
+    """One choice. `logprobs` and `prompt_logprobs` (of all prompt tokens but the first) are filled at rank 0 when they
+    were asked for.
+    """
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     kv: KvStats | None = None
     error: str | None = None
@@ -203,6 +206,7 @@ class LLM:
             if output.request_id not in self._open:
                 continue
             completion, text = self._open[output.request_id]
+            completion.prompt_logprobs += output.prompt_logprobs or ()
             # A step with drafts may bring more tokens after the one that completed a stop string.
             if not text.stopped:
                 if output.token_id is not None:

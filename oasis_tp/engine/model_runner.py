@@ -10,6 +10,7 @@ from oasis_tp.engine.kv_cache import KvCache
 from oasis_tp.engine.plan import PrefillChunk, StepPlan
 from oasis_tp.engine.sampler import Sampled, Sampler
 from oasis_tp.engine.scheduler import Scheduler
+from oasis_tp.engine.token_logprobs import PromptLogprobs, chunk_logprobs, is_finite
 from oasis_tp.models.llama import Attend, LlamaModel
 from oasis_tp.nn.attention import causal_mask
 from oasis_tp.request import Request
@@ -56,6 +57,7 @@ class ModelRunner:
         """Layers whose entering hidden states a drafter wants."""
         self.features: dict[int, torch.Tensor] = {}
         """Those of the latest step's rows per request id, [T, layers * hidden], the layers side by side."""
+        self._prompt_logprobs: dict[int, PromptLogprobs] = {}  # by row, of prompts that are not done
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, scheduler: Scheduler) -> Sampled:
@@ -64,6 +66,7 @@ class ModelRunner:
         Returns tokens for each of `plan.sampled`, the same on every rank; logprobs at rank 0 only.
         """
         for row in plan.released_rows:
+            self._prompt_logprobs.pop(row, None)
             if (state := self.states.pop(row, None)) is not None:
                 self.cache.release(state)
         for parent_id in plan.dropped_prefixes:
@@ -136,6 +139,11 @@ class ModelRunner:
         hidden = self._pass(
             token_ids, positions, lambda layer, q, k, v: self._attend(layer, q, k, v, segments), num_rows
         )
+        for segment in segments:
+            request = segment.chunk.request
+            if request.spec.sampling.prompt_logprobs is not None:
+                scores = chunk_logprobs(self.model, hidden[segment.first : segment.last], segment.chunk)
+                self._prompt_logprobs.setdefault(request.row, []).extend(scores)
         return [hidden[segment.last - 1 : segment.last] for segment in segments if segment.end is not None]
 
     def _pass(
@@ -209,12 +217,22 @@ class ModelRunner:
                 assert first_logits is not None
                 rows.append(first_logits)
             sampled = self.sampler.sample(torch.stack(rows), requests, drafts)
+            self._add_prompt_logprobs(plan, sampled)
             for row, tokens in zip(message, sampled.token_ids, strict=True):
                 row[:] = torch.tensor(tokens + [NO_TOKEN] * (len(row) - len(tokens)))
         if requests:
             self.tp.broadcast(message)
         accepted = [[token for token in row if token != NO_TOKEN] for row in message.tolist()]
-        return Sampled(accepted, sampled.logprobs)
+        return Sampled(accepted, sampled.logprobs, sampled.prompt_logprobs)
+
+    def _add_prompt_logprobs(self, plan: StepPlan, sampled: Sampled) -> None:
+        """Rank 0: hand over those of prompts that end here; numbers that are not finite end their request."""
+        for request, tokens in zip(plan.sampled, sampled.token_ids, strict=True):
+            scores = self._prompt_logprobs.pop(request.row, None)
+            if scores is not None:
+                sampled.prompt_logprobs[request.request_id] = scores
+                if not is_finite(scores):
+                    tokens[:] = [-1]
 
     def _seal(self, plan: StepPlan, sampled: Sampled) -> None:
         """Seal the blocks that this step's committed tokens completed; rejected drafts complete nothing."""

@@ -15,6 +15,7 @@ from oasis_tp.engine.drafting import make_drafter
 from oasis_tp.engine.kv_cache import CacheShape, KvCache
 from oasis_tp.engine.memory import GIB, kv_memory
 from oasis_tp.engine.model_runner import ModelRunner
+from oasis_tp.engine.rank_table import rank_table
 from oasis_tp.engine.sampler import Sampler
 from oasis_tp.engine.scheduler import SchedulerLimits
 from oasis_tp.kv.blocks import runs_for
@@ -49,6 +50,9 @@ def start(config: Config, extra_sketches: tuple[SketchKind, ...]) -> Started:
         ValueError: a setting, model or machine that cannot work; raised on every rank.
     """
     tp = TpGroup.connect(config.parallel)
+    table = rank_table(tp)
+    if tp.rank == 0 and tp.size > 1:
+        print("\n".join(table), flush=True)
     model_dir, arch, max_model_len = _on_every_rank(tp, lambda: _find_model(config))
     dtype = _choose_dtype(config.model.dtype, arch, tp.device)
 
