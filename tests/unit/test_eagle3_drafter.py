@@ -1,6 +1,7 @@
 """Eagle3Drafter on made-up features: prompts in any chunks, windows shorter than the prompt, pauses, forks."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,6 +72,21 @@ def test_chunks_of_a_long_prompt_change_nothing(head: Eagle3Head, small: None) -
     assert all(len(proposal) == 4 for proposal in expected) and len(set(expected)) > 4
     for chunks in ([16, 16, 13], [1, 2, 3, 4, 35], [44, 1], [1] * 45):
         assert follow(head, chunks, gains, asked) == expected
+
+
+def test_of_a_long_prompt_only_sink_and_window_are_computed(
+    head: Eagle3Head, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[int] = []
+    forward = Eagle3Head.forward
+
+    def counted(self: Eagle3Head, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
+        computed.append(len(tokens))
+        return forward(self, tokens, *rest)
+
+    monkeypatch.setattr(Eagle3Head, "forward", counted)
+    follow(head, [16, 16, 13], [], {0})
+    assert sum(computed) == 3 + 12 + 3, "three more drafts after the one that the prompt's end gives"
 
 
 def test_a_pause_changes_nothing(head: Eagle3Head, small: None) -> None:
