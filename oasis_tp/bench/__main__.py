@@ -10,6 +10,7 @@ BENCHMARKS = {
     "needles": "needles found with each sketch and budget, beside dense attention",
     "retrieval": "answers to long-context tasks, every mode beside dense attention",
     "decode": "time of a decode step, beside its ceiling and other engines",
+    "kernels": "time of each kernel, beside torch and its byte ceiling",
 }
 
 
