@@ -21,6 +21,8 @@ NUM_REQUESTS = 500
 WARM_UP = 150
 """Requests after which every lazily made buffer exists."""
 CONCURRENCY = 16
+ABANDONED_TOKENS = 3000
+"""What clients ask for that leave within a third of a second."""
 HEALTH_WITHIN_S = 1.0
 GROWTH_BYTES = 24 * 2**20
 """What an allocator may keep or give back by chance; a leaked prompt or stream per request would be more."""
@@ -31,6 +33,7 @@ class Load:
     """What the clients saw."""
 
     finished: int = 0
+    num_tokens: int = 0
     left: int = 0
     slowest_health_s: float = 0.0
     num_health: int = 0
@@ -47,7 +50,7 @@ async def ask(client: httpx.AsyncClient, number: int, load: Load) -> None:
         "stream": number % 2 == 0,
     }
     if number % 3 == 0:
-        body["max_tokens"] = 3000  # it would still run long after the end, were it not aborted
+        body["max_tokens"] = ABANDONED_TOKENS
         leave_after_s = rng.choice((0.0, 0.05, 0.3))
         try:
             async with (
@@ -66,6 +69,7 @@ async def ask(client: httpx.AsyncClient, number: int, load: Load) -> None:
     else:
         assert json.loads(reply.text)["usage"]["completion_tokens"] == body["max_tokens"]
     load.finished += 1
+    load.num_tokens += body["max_tokens"]
 
 
 def watch_health(url: str, load: Load, stopped: threading.Event) -> None:
@@ -115,6 +119,8 @@ def test_clients_that_come_and_go_leave_nothing_behind(tmp_path: Path) -> None:
     assert load.finished + load.left >= NUM_REQUESTS - NUM_REQUESTS // 20 and load.left >= NUM_REQUESTS // 4
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "host_kv_usage_perc"):
         assert counts[name] == 0, name
+    for_nobody = counts["generation_tokens_total"] - load.num_tokens
+    assert for_nobody < load.left * ABANDONED_TOKENS / 4, "requests go on without their clients"
     assert load.num_health > 20 and load.slowest_health_s < HEALTH_WITHIN_S
     warm, final = load.rss
     assert final - warm < GROWTH_BYTES, f"{(final - warm) >> 20} MiB in {NUM_REQUESTS - WARM_UP} requests"
