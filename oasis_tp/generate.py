@@ -37,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         extra=_arguments,
     )
     try:
+        if args.max_tokens < 1:
+            raise ValueError(f"--max-tokens is {args.max_tokens}; allowed: a whole number from 1")
         sampling = SamplingParams(
             max_tokens=args.max_tokens,
             temperature=args.temperature,

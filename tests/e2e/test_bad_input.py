@@ -135,7 +135,7 @@ def test_a_process_of_its_own_ends_the_same_way(
         (["--prompt", ""], ["prompt is empty"]),
         (["--prompt-file", "/no/such/file"], ["/no/such/file"]),
         (["--prompt", "x", "--temperature", "-1"], ["temperature is -1.0"]),
-        (["--prompt", "x", "--max-tokens", "0"], ["max_tokens is 0"]),
+        (["--prompt", "x", "--max-tokens", "0"], ["--max-tokens is 0"]),
         (["--prompt", "fox " * 600], ["tokens", "--max-model-len is 512"]),
     ],
 )
