@@ -17,27 +17,27 @@ from oasis_tp.engine.scheduler import Scheduler
 from oasis_tp.sparse.select import select_blocks
 from oasis_tp.sparse.sketch import Sketch, top_blocks
 
+FIGURES = {
+    "selected": "blocks, pinned ones aside",
+    "resident": "those of them that were on the device",
+    "mass": "what exact attention gives the selected blocks",
+    "resident_mass": "what it gives those on the device",
+    "same_as_previous": "selected blocks that the row one token earlier selects too",
+    "same_as_draft": "the same of the row that the step before had at this position, for a drafted token",
+}
+"""Of a step's first row, for which the step before could look ahead; summed over local KV heads. Mass is a share of the
+row's attention, averaged over a KV head's query heads."""
+
 
 @dataclass(slots=True)
 class Step:
-    """One step of a request. `tokens` are the rows': the committed one, its drafts, its probes; `position` the first's.
-
-    The figures are of the first row, which the step before could look ahead for: per layer, summed over local KV heads;
-    mass is the share of exact attention, averaged over a KV head's query heads.
-    """
+    """One step of a request. `tokens`: the committed one, drafts, probes, a row each; `position` is the first's."""
 
     position: int
     tokens: tuple[int, ...]
-    num_verified: int
-    """Drafts among them that are verified."""
-    selected: torch.Tensor  # [layer] blocks, pinned ones aside
-    resident: torch.Tensor  # [layer] those of them that were on the device
-    mass: torch.Tensor  # [layer] of the selected blocks
-    resident_mass: torch.Tensor  # [layer]
-    same_as_previous: torch.Tensor  # [layer] selected blocks that the row one token earlier selects too
-    same_as_draft: torch.Tensor  # [layer] the same of the drafted row at the first row's position in the step before
+    figures: dict[str, torch.Tensor]  # each of FIGURES: [layer] float64
     choices: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    """By row position: per layer [head, budget] int64, the blocks that the row selects. Kept for one step."""
+    """By row position: per layer [head, budget] int64, the blocks that the row selects. Kept for two steps."""
     before: "Step | None" = None
 
     @property
@@ -49,9 +49,13 @@ class Step:
         return self.before.tokens[offset] if offset < len(self.before.tokens) else None
 
     @property
+    def selects(self) -> bool:
+        return bool(self.figures["selected"].any())
+
+    @property
     def follows(self) -> bool:
         """The step before is known, and both select: lookahead had something to do."""
-        return self.before is not None and bool(self.selected.sum() > 0) and bool(self.before.selected.sum() > 0)
+        return self.before is not None and self.selects and self.before.selects
 
 
 class Watch:
@@ -75,16 +79,14 @@ class Watch:
             # A request's first step follows none.
             if before is not None and request.num_computed == request.num_prompt_tokens:
                 before = None
-            figures = [torch.zeros(self.cache.layout.num_layers, dtype=torch.float64) for _ in range(6)]
+            figures = {name: torch.zeros(self.cache.layout.num_layers, dtype=torch.float64) for name in FIGURES}
             tokens = (request.output_ids[-1], *drafts, *probes)
-            self.steps.append(Step(request.num_computed, tokens, len(drafts), *figures, before=before))
+            self.steps.append(Step(request.num_computed, tokens, figures, before=before))
             if before is not None and before.before is not None:
                 before.before.choices.clear()
         return self._run(plan, scheduler)
 
-    def _watch(
-        self, layer: int, batch: DecodeBatch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
+    def _watch(self, layer: int, batch: DecodeBatch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         first = batch.rows[0]
         here = self._on_device(layer, first)
         out = self._decode(layer, batch, q, k, v)
@@ -116,22 +118,24 @@ class Watch:
             scores = Sketch.group_scores(estimate.view(heads, self.cache.group, last - first))
             return first + top_blocks(scores, state.selection.budget)
         grouped = q.view(heads, -1, self.cache.layout.head_dim)
-        return first + select_blocks(
-            state.sketch, layer, state.host_blocks[first:last], grouped, state.selection.budget
-        ).chosen
+        return (
+            first
+            + select_blocks(state.sketch, layer, state.host_blocks[first:last], grouped, state.selection.budget).chosen
+        )
 
     def _note(self, layer: int, step: Step, row: DecodeRow, here: torch.Tensor, q: torch.Tensor) -> None:
         chosen = step.choices[row.position][layer]
         resident = here.gather(1, chosen)
         mass = self._mass(layer, row, chosen, q)
-        step.selected[layer] = chosen.numel()
-        step.resident[layer] = resident.sum()
-        step.mass[layer] = mass.sum()
-        step.resident_mass[layer] = mass[resident].sum()
+        figures = step.figures
+        figures["selected"][layer] = chosen.numel()
+        figures["resident"][layer] = resident.sum()
+        figures["mass"][layer] = mass.sum()
+        figures["resident_mass"][layer] = mass[resident].sum()
         if step.before is not None:
-            for figure, position in ((step.same_as_previous, row.position - 1), (step.same_as_draft, row.position)):
+            for name, position in (("same_as_previous", row.position - 1), ("same_as_draft", row.position)):
                 if position in step.before.choices:
-                    figure[layer] = num_shared(chosen, step.before.choices[position][layer])
+                    figures[name][layer] = num_shared(chosen, step.before.choices[position][layer])
 
     def _mass(self, layer: int, row: DecodeRow, chosen: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         """Share of the row's exact attention that goes to each of its selected blocks: [head, budget]."""
@@ -167,5 +171,5 @@ def by_layer(steps: Sequence[Step], part: str, whole: str) -> torch.Tensor | Non
     """The same before the mean over layers, [layer]."""
     if not steps:
         return None
-    parts, wholes = (torch.stack([getattr(step, name) for step in steps]).sum(0) for name in (part, whole))
+    parts, wholes = (torch.stack([step.figures[name] for step in steps]).sum(0) for name in (part, whole))
     return torch.where(wholes > 0, parts / wholes, 1.0)
