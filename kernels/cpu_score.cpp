@@ -1,7 +1,7 @@
 // Block scores on the CPU: the estimated attention mass of every candidate block under each query head, from the sketches.
 //
-// First q·mean of all candidates, then the tokens' codes of the row's `scan` best. Work is cut into chunks of candidates, so
-// that one long row keeps all cores busy; a block's numbers depend on its sketch and the query alone.
+// Work is cut into chunks of candidates, so that one long row keeps all cores busy; a block's numbers depend on its sketch and
+// the query alone.
 
 #include <algorithm>
 #include <cmath>
@@ -31,10 +31,9 @@ struct Query {
   std::vector<Lanes> tables;    // [lane group, half byte, value]: what those channels add to q·residual
   std::vector<int16_t> packed;  // [lane group, lane, 64-channel part, channel % 4, channel / 4]: rotated, in steps of `unit`
   std::vector<Lanes> unit, offset;  // [lane group]
-  std::vector<int64_t> shortlist;   // candidates whose codes are read; empty: all
 };
 
-struct Item {  // candidates [begin, end) of a pair, or of its shortlist
+struct Chunk {  // candidates [begin, end) of a pair
   int64_t pair, begin, end;
 };
 
@@ -125,6 +124,15 @@ void look_up_tokens(const Lanes* tables, const uint8_t* codes, const uint16_t* s
 }
 
 #ifdef __AVX2__
+// sums + pairwise products of 16-bit numbers.
+inline __m256i multiply_add_pairs(__m256i sums, __m256i a, __m256i b) {
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+  return _mm256_dpwssd_epi32(sums, a, b);
+#else
+  return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b));
+#endif
+}
+
 template <int kHeads, int kParts>
 void multiply_tokens(const int16_t* packed, const Lanes& unit, const Lanes& offset, const uint8_t* codes,
                      const uint16_t* scales, int64_t tokens, float* logits) {
@@ -141,7 +149,7 @@ void multiply_tokens(const int16_t* packed, const Lanes& unit, const Lanes& offs
         bytes = _mm256_srli_epi16(bytes, 2);
         for (int h = 0; h < kHeads; ++h) {
           const __m256i* q = reinterpret_cast<const __m256i*>(packed + ((h * kParts + part) * 4 + c) * 16);
-          sums[h] = _mm256_add_epi32(sums[h], _mm256_madd_epi16(level, _mm256_loadu_si256(q)));
+          sums[h] = multiply_add_pairs(sums[h], level, _mm256_loadu_si256(q));
         }
       }
     }
@@ -165,21 +173,22 @@ MultiplyTokens multiply_for(int64_t heads, int64_t parts) {
 }
 #endif
 
-// Adds to estimate [g * n + candidate] of candidates `at[i]` what their tokens say beyond the mean.
-void add_tokens(const Layer& layer, const Query& query, int64_t head, const int64_t* candidates, int64_t count,
-                float* estimate) {
+// estimate [g * n + candidate] of candidates [begin, end): the mean's, in coarse, and what the tokens' codes say beyond it.
+void score_codes(const Layer& layer, const Query& query, int64_t head, int64_t begin, int64_t end, const float* coarse,
+                  float* estimate) {
   const SketchLayer& sketch = *query.sketch;
   const int64_t n = query.row->last - query.row->first, group = layer.group, dim = layer.head_dim;
   const int64_t tokens = layer.block_size, bytes = dim * (sketch.kind == kTwoBit ? 2 : 1) / 8;
   const int64_t* ids = query.row->host_blocks + query.row->first;
   const float log_tokens = std::log(float(tokens));
+  const int64_t count = end - begin;
   std::vector<float> logits(tokens * kLanes), mass(count * kLanes);
   for (int64_t base = 0; base < group; base += kLanes) {
     const int64_t used = std::min(kLanes, group - base), lane_group = base / kLanes;
     for (int64_t i = 0; i < count; ++i) {
-      const int64_t at = ids[candidates[i]] * layer.num_heads + head;
+      const int64_t at = ids[begin + i] * layer.num_heads + head;
       if (i + kAhead < count) {
-        const int64_t ahead = ids[candidates[i + kAhead]] * layer.num_heads + head;
+        const int64_t ahead = ids[begin + i + kAhead] * layer.num_heads + head;
         prefetch(sketch.codes + ahead * tokens * bytes, tokens * bytes);
         prefetch(sketch.token_scales + ahead * tokens, tokens * sizeof(uint16_t));
       }
@@ -209,13 +218,15 @@ void add_tokens(const Layer& layer, const Query& query, int64_t head, const int6
       for (int64_t lane = 0; lane < kLanes; ++lane) sum[lane] = sums[lane] + sums[lane + kLanes];
       for (int64_t lane = 0; lane < used; ++lane) {
         mass[lane * count + i] = sum[lane];
-        estimate[(base + lane) * n + candidates[i]] += best[lane] - log_tokens;
+        const int64_t to = (base + lane) * n + begin + i;
+        estimate[to] = coarse[to] + best[lane] - log_tokens;
       }
     }
 #pragma omp simd
     for (int64_t i = 0; i < used * count; ++i) mass[i] = log_positive(mass[i]);
     for (int64_t lane = 0; lane < used; ++lane)
-      for (int64_t i = 0; i < count; ++i) estimate[(base + lane) * n + candidates[i]] += mass[lane * count + i];
+#pragma omp simd
+      for (int64_t i = 0; i < count; ++i) estimate[(base + lane) * n + begin + i] += mass[lane * count + i];
   }
 }
 
@@ -260,35 +271,20 @@ void score_bounds(const Layer& layer, const Query& query, int64_t head, int64_t 
   }
 }
 
-// The row's `scan` best candidates by their means, ascending.
-void make_shortlist(const Layer& layer, Query& query, const float* coarse) {
-  const Row& row = *query.row;
-  const int64_t n = row.last - row.first;
-  query.shortlist.resize(n);
-  for (int64_t j = 0; j < n; ++j) query.shortlist[j] = j;
-  if (row.scan >= n) return;
-  std::vector<float> score(n);
-  group_scores(coarse, layer.group, n, score.data());
-  keep_best(score.data(), row.scan, query.shortlist);
-}
-
 }  // namespace
 
 void score_rows(const Layer& layer, int64_t layer_index, const Row* rows, int64_t num_rows, const float* q, const Work& work,
                 int64_t num_threads) {
   const int64_t heads = layer.num_heads, group = layer.group, width = group * layer.head_dim;
   std::vector<Query> queries(num_rows * heads);
-  std::vector<Item> means, tokens;
+  std::vector<Chunk> chunks;
   for (int64_t pair = 0; pair < num_rows * heads; ++pair) {
     const Row& row = rows[pair / heads];
-    const SketchLayer* sketch = sketch_of(row, layer_index);
-    if (sketch == nullptr) continue;
-    const int64_t n = row.last - row.first, scan = std::min(row.scan, n);
-    for (int64_t begin = 0; begin < n; begin += kChunk) means.push_back({pair, begin, std::min(n, begin + kChunk)});
-    if (sketch->kind == kMinMax) continue;
-    for (int64_t begin = 0; begin < scan; begin += kChunk) tokens.push_back({pair, begin, std::min(scan, begin + kChunk)});
+    if (sketch_of(row, layer_index) == nullptr) continue;
+    const int64_t n = row.last - row.first;
+    for (int64_t begin = 0; begin < n; begin += kChunk) chunks.push_back({pair, begin, std::min(n, begin + kChunk)});
   }
-  if (means.empty()) return;
+  if (chunks.empty()) return;
 #pragma omp parallel num_threads(num_threads)
   {
 #pragma omp for schedule(dynamic, 1)
@@ -296,29 +292,16 @@ void score_rows(const Layer& layer, int64_t layer_index, const Row* rows, int64_
       if (const SketchLayer* sketch = sketch_of(rows[pair / heads], layer_index))
         prepare(layer, rows[pair / heads], *sketch, q + pair * width, queries[pair]);
 #pragma omp for schedule(dynamic, 1)
-    for (size_t i = 0; i < means.size(); ++i) {
-      const auto [pair, begin, end] = means[i];
-      const Query& query = queries[pair];
+    for (size_t i = 0; i < chunks.size(); ++i) {
+      const auto [pair, begin, end] = chunks[i];
       float* estimate = work.estimate + pair * group * work.max_candidates;
-      if (query.sketch->kind == kMinMax) {
-        score_bounds(layer, query, pair % heads, begin, end, estimate);
-        continue;
-      }
       float* coarse = work.coarse + pair * group * work.max_candidates;
-      const int64_t n = query.row->last - query.row->first;
-      score_means(layer, query, pair % heads, begin, end, coarse);
-      for (int64_t g = 0; g < group; ++g)
-        std::copy(coarse + g * n + begin, coarse + g * n + end, estimate + g * n + begin);
-    }
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t pair = 0; pair < num_rows * heads; ++pair)
-      if (queries[pair].sketch != nullptr && queries[pair].sketch->kind != kMinMax)
-        make_shortlist(layer, queries[pair], work.coarse + pair * group * work.max_candidates);
-#pragma omp for schedule(dynamic, 1)
-    for (size_t i = 0; i < tokens.size(); ++i) {
-      const auto [pair, begin, end] = tokens[i];
-      add_tokens(layer, queries[pair], pair % heads, queries[pair].shortlist.data() + begin, end - begin,
-                 work.estimate + pair * group * work.max_candidates);
+      if (queries[pair].sketch->kind == kMinMax) {
+        score_bounds(layer, queries[pair], pair % heads, begin, end, estimate);
+      } else {
+        score_means(layer, queries[pair], pair % heads, begin, end, coarse);
+        score_codes(layer, queries[pair], pair % heads, begin, end, coarse, estimate);
+      }
     }
   }
 }

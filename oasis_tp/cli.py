@@ -5,14 +5,16 @@ import ast
 import difflib
 import importlib
 import inspect
+import json
+import os
 import re
 import shutil
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import IO, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from oasis_tp import __version__
 from oasis_tp.config import Config
@@ -24,8 +26,27 @@ COMMANDS = {
     "generate": "one prompt to the terminal, with KV tier statistics",
     "slurm": "a Slurm job script for any of these",
     "bench": "measurements: quality, decode speed, serving",
+    "collect-env": "what this machine has, for a report of a fault",
 }
+NOT_HERE = {
+    "--enable-prefix-caching": "prompts do not share KV between requests yet (choices of one request do)",
+    "--enforce-eager": "there are no CUDA graphs to turn off: leave the option out",
+    "--pipeline-parallel-size": "layers are not split over ranks; --tensor-parallel-size splits heads",
+    "--swap-space": "KV beyond the device lives in the host tier: --host-kv-gb, or --kv-offloading-size",
+    "--cpu-offload-gb": "weights stay on the device; KV beyond it lives in the host tier (--host-kv-gb)",
+    "--quantization": "weights are used in --dtype; quantised .gguf files are dequantised when they are loaded",
+    "--trust-remote-code": "no code of a model is ever run: leave the option out",
+}
+"""Options that people bring from elsewhere, and why they cannot be had."""
 SUFFIXES = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
+SPECULATIVE_KEYS = {
+    "method": "spec_method",
+    "model": "spec_model",
+    "num_speculative_tokens": "spec_tokens",
+    "prompt_lookup_max": "prompt_lookup_max",
+    "prompt_lookup_min": "prompt_lookup_min",
+}
+"""Keys of --speculative-config, as vLLM names them, and the flags they stand for."""
 SHORT_FLAGS = {"tensor_parallel_size": ("-tp",)}
 
 
@@ -88,6 +109,8 @@ def parse_config(
     unknown = [arg for arg in rest if arg.startswith("-") and arg != "--"]
     if unknown:
         name = unknown[0].split("=")[0]
+        if name in NOT_HERE:
+            parser.error(f"{name}: {NOT_HERE[name]}")
         parser.error(f"unknown option {name}{_nearest(name, parser._option_string_actions)}")
     positional = [arg for arg in rest if arg != "--"]
     if len(positional) > 1:
@@ -101,23 +124,51 @@ def parse_config(
     try:
         if given.config is not None:
             file_parser = _parser(f"{prog}: {given.config}", description)
-            values |= vars(file_parser.parse_args(_file_arguments(given.config)))
-        values |= vars(given)
+            values |= _spread(vars(file_parser.parse_args(_file_arguments(given.config))))
+        values |= _spread(vars(given))
         config = _build(values)
         validate(config)
     except ValueError as error:
         parser.error(str(error))
-    own = {flag.name for flag in config_flags()} | {"config"}
+    own = {flag.name for flag in config_flags()} | {"config", "speculative_config"}
     return config, argparse.Namespace(**{name: value for name, value in vars(given).items() if name not in own})
+
+
+def speculative_options(given: object) -> dict[str, Any]:
+    """Fields of `SpeculationConfig` from a mapping with vLLM's names for them.
+
+    Raises:
+        ValueError: it is no mapping, names no method, or has a key or a type of value that is not known.
+    """
+    known = ", ".join(SPECULATIVE_KEYS)
+    if not isinstance(given, Mapping):
+        raise ValueError(f"--speculative-config is {given!r:.80}; allowed: a JSON object with the keys {known}")
+    flags = {flag.name: flag for flag in config_flags()}
+    options = {}
+    for key, value in given.items():
+        if key not in SPECULATIVE_KEYS:
+            raise ValueError(
+                f"--speculative-config: unknown key {key}{_nearest(str(key), SPECULATIVE_KEYS)} (keys: {known})"
+            )
+        name = SPECULATIVE_KEYS[key]
+        kind = type(flags[name].default)
+        if type(value) is not kind:
+            wanted = {str: "a string", int: "a whole number"}[kind]
+            raise ValueError(f"--speculative-config: {key} is {value!r:.80}; allowed: {wanted}")
+        options[name] = value
+    if "method" not in given:
+        methods = ", ".join(get_args(flags["spec_method"].hint))
+        raise ValueError(f"--speculative-config: method is missing; allowed: {methods}")
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `oasis-tp` command: hand the rest of the line to `oasis_tp.<command>`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    lines = [f"  {name:<10}{text}" for name, text in COMMANDS.items()]
+    lines = [f"  {name:<13}{text}" for name, text in COMMANDS.items()]
     usage = "\n".join(["usage: oasis-tp COMMAND [options]", "", *lines, "", "oasis-tp COMMAND --help lists options."])
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(usage, file=sys.stdout if arguments else sys.stderr)
+        say(usage + "\n", sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
     command, *rest = arguments
     if command == "--version":
@@ -126,13 +177,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         print(f"oasis-tp: error: unknown command {command}{_nearest(command, COMMANDS)}", file=sys.stderr)
         return 2
-    return importlib.import_module(f"oasis_tp.{command}").main(rest)
+    return importlib.import_module(f"oasis_tp.{command.replace('-', '_')}").main(rest)
+
+
+def say(text: str, file: IO[str]) -> None:
+    """Print, whether or not anybody still reads (`--help | head`)."""
+    try:
+        file.write(text)
+        file.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # or the interpreter would complain at its end
+
+
+class _Parser(argparse.ArgumentParser):
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if message:
+            say(message, file or sys.stderr)
 
 
 def _parser(prog: str, description: str) -> argparse.ArgumentParser:
     """A parser of all `Config` flags that records only what was given."""
     width = min(100, shutil.get_terminal_size().columns)
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=prog,
         usage="%(prog)s [MODEL] [options]",
         description=description,
@@ -149,7 +215,38 @@ def _parser(prog: str, description: str) -> argparse.ArgumentParser:
         groups[flag.section].add_argument(
             flag.option, *SHORT_FLAGS.get(flag.name, ()), dest=flag.name, default=argparse.SUPPRESS, **_keywords(flag)
         )
+    groups["speculation"].add_argument(
+        "--speculative-config",
+        metavar="JSON",
+        type=_json,
+        default=argparse.SUPPRESS,
+        help="The flags of this group in one object, by vLLM's names: " + ", ".join(SPECULATIVE_KEYS) + ".",
+    )
     return parser
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is no JSON: {error}") from None
+
+
+def _spread(values: dict[str, Any]) -> dict[str, Any]:
+    """The same with the options of --speculative-config in its place.
+
+    Raises:
+        ValueError: an option that stands both there and on its own, with different values.
+    """
+    if "speculative_config" not in values:
+        return values
+    rest = {name: value for name, value in values.items() if name != "speculative_config"}
+    options = speculative_options(values["speculative_config"])
+    for name, value in options.items():
+        if rest.get(name, value) != value:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{option} {rest[name]} and --speculative-config contradict each other: {value!r} there")
+    return rest | options
 
 
 def _keywords(flag: Flag) -> dict[str, Any]:
@@ -166,7 +263,12 @@ def _keywords(flag: Flag) -> dict[str, Any]:
     if get_origin(hint) is Literal:
         return {"help": text, "choices": get_args(hint), "type": type(get_args(hint)[0])}
     if get_origin(hint) is tuple:
-        return {"help": text, "nargs": "+", "type": _scalar(get_args(hint)[0]), "metavar": "NAME"}
+        return {
+            "help": text,
+            "nargs": "+",
+            "type": _scalar(get_args(hint)[0]),
+            "metavar": flag.name.split("_")[-1].upper(),
+        }
     if len(options) > 1:
         words = [word for option in options if get_origin(option) is Literal for word in get_args(option)]
         (number,) = [option for option in options if get_origin(option) is not Literal]
@@ -217,6 +319,9 @@ def _file_arguments(path: str) -> list[str]:
     arguments: list[str] = []
     for key, value in content.items():
         flag = flags.get(str(key).replace("-", "_"))
+        if str(key).replace("-", "_") == "speculative_config":
+            arguments.append(f"--speculative-config={value if isinstance(value, str) else json.dumps(value)}")
+            continue
         if flag is None:
             raise ValueError(f"--config {path}: unknown key {key}{_nearest(str(key).replace('_', '-'), _options())}")
         if flag.hint is bool:
@@ -263,7 +368,7 @@ def _is_union(hint: Any) -> bool:
 
 
 def _options() -> list[str]:
-    return [flag.option for flag in config_flags()]
+    return [*(flag.option for flag in config_flags()), "--speculative-config"]
 
 
 def _nearest(name: str, known: Sequence[str] | dict[str, Any]) -> str:

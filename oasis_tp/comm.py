@@ -11,10 +11,12 @@ import shutil
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from oasis_tp import numa
 from oasis_tp.config import ParallelConfig
 from oasis_tp.ranks import RankInfo, discover_ranks
 
@@ -61,8 +63,11 @@ class TpGroup:
                 f"start it with torchrun --nproc_per_node {config.tensor_parallel_size}, or leave the option out"
             )
         device = _choose_device(config.device, ranks.local_rank)
+        if config.comm == "nccl" and device.type != "cuda":
+            raise ValueError("--comm nccl: NCCL needs CUDA; on the CPU use auto, shm or gloo")
+        sharers = _bind_to_node(device, ranks) if config.numa_bind else ranks.local_size
         if device.type == "cpu":
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.local_size))
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // sharers))
         if ranks.size == 1:
             return cls(ranks, device, "none")
         if not dist.is_initialized():
@@ -157,13 +162,22 @@ def _choose_device(name: str, local_rank: int) -> torch.device:
     return device
 
 
+def _bind_to_node(device: torch.device, ranks: RankInfo) -> int:
+    """Bind this rank near its memory. Returns how many local ranks share its cores."""
+    if device.type == "cpu":
+        nodes = numa.nodes_with_memory()
+        bound = numa.bind(numa.node_of_share(ranks.local_rank, ranks.local_size, nodes))
+        return -(-ranks.local_size // len(nodes)) if bound else ranks.local_size
+    gpu: Any = torch.cuda.get_device_properties(device)
+    numa.bind(numa.node_of_gpu(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"))
+    return ranks.local_size
+
+
 def _choose_collective(wanted: str, ranks: RankInfo, device: torch.device) -> str:
     if device.type == "cuda":
         if wanted not in ("auto", "nccl"):
             raise ValueError(f"--comm {wanted}: on CUDA only nccl (or auto) is supported")
         return "nccl"
-    if wanted == "nccl":
-        raise ValueError("--comm nccl: NCCL needs CUDA; on the CPU use auto, shm or gloo")
     if wanted == "gloo":
         return "gloo"
     why_not = _why_no_shm(ranks)

@@ -46,13 +46,15 @@ class ParallelConfig:
     """Where the model runs. `auto`: CUDA when there is a GPU."""
     comm: Literal["auto", "nccl", "shm", "gloo"] = "auto"
     """All-reduce: NCCL on CUDA; on the CPU DeepSpeed's shared memory where ranks fit the cores, else gloo."""
+    numa_bind: bool = True
+    """Keep each rank on the cores of its GPU's NUMA node; on CPUs, ranks share the nodes evenly."""
     check_ranks: bool = False
     """Debugging: compare a hash of every step's plan over the ranks and stop on the first difference."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryConfig:
-    """How much memory each KV tier gets. All sizes are per rank."""
+    """How much memory each KV tier gets. Sizes are per rank, except where the help says otherwise."""
 
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory that may be planned when --device-kv-gb is not given (CUDA only)."""
@@ -61,8 +63,16 @@ class MemoryConfig:
     host_kv_gb: float | None = None
     """GiB per rank for the host tier. 0: no host tier, everything resident. Default: half the available memory
     over the local ranks."""
+    kv_offloading_size: float | None = None
+    """GiB of host tier over all ranks together; --host-kv-gb says the same per rank."""
+    kv_cache_dtype: Literal["auto"] = "auto"
+    """Type of cached keys and values: that of --dtype, so far."""
     block_size: Literal[16, 32, 64] = 16
     """Tokens per KV block."""
+
+    def host_gib(self, tp_size: int) -> float | None:
+        """GiB of host tier per rank, by either name; None: nobody has said."""
+        return self.host_kv_gb if self.kv_offloading_size is None else self.kv_offloading_size / tp_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,10 +116,15 @@ class SparsityConfig:
 class SpeculationConfig:
     """Tokens drafted ahead and verified together. They never change an answer."""
 
-    spec_method: Literal["none", "ngram"] = "none"
-    """Who drafts. `ngram`: what followed the same words earlier in the prompt or the answer (prompt lookup)."""
+    spec_method: Literal["none", "ngram", "draft_model", "eagle3"] = "none"
+    """Who drafts. `ngram`: what followed the same words earlier in the prompt or the answer (prompt lookup).
+    `draft_model`: a smaller model of the same vocabulary. `eagle3`: an EAGLE-3 head trained for the model."""
+    spec_model: str = ""
+    """draft_model and eagle3: the model that drafts, named as --model names one. Each rank holds all of it.
+    Default: none."""
     spec_tokens: int = 4
-    """Most tokens drafted per step. A request that is longer than its hot set verifies at most hot_factor - 1."""
+    """Most tokens drafted per step; fewer while they are not accepted. A request that is longer than its hot set
+    verifies at most hot_factor - 1."""
     prompt_lookup_max: int = 4
     """ngram: longest run of last tokens that is looked up first."""
     prompt_lookup_min: int = 2
@@ -141,6 +156,8 @@ class ServerConfig:
     """Address to listen on."""
     port: int = 8000
     """Port to listen on; 0 picks a free one and prints it."""
+    uds: str | None = None
+    """Unix socket to listen on, in place of host and port."""
     api_key: tuple[str, ...] = ()
     """Keys of which clients must send one (Authorization: Bearer KEY). Default: none is asked for."""
     api_key_file: str | None = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from typing import Any
 
+from oasis_tp.cli import speculative_options
 from oasis_tp.config import Config, SketchKind, SparsityConfig
 from oasis_tp.engine.engine import STUCK, Engine
 from oasis_tp.models.tokenizer import load_tokenizer, read_template
@@ -19,11 +20,14 @@ Prompt = str | Sequence[int]
 
 @dataclass(slots=True)
 class Completion:
-    """One choice. `logprobs` is filled at rank 0 when they were asked for."""
+    """One choice. `logprobs` and `prompt_logprobs` (of all prompt tokens but the first) are filled at rank 0 when they
+    were asked for.
+    """
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     kv: KvStats | None = None
     error: str | None = None
@@ -48,9 +52,17 @@ class HeldPrompt:
 def make_config(**options: Any) -> Config:
     """A Config from flag names with underscores: `make_config(model="smollm2", budget_tokens=512)`.
 
+    `speculative_config` may stand for the speculation options, as a dict with vLLM's names.
+
     Raises:
         ValueError: an unknown name, or a value outside its range.
     """
+    if "speculative_config" in options:
+        spread = speculative_options(options.pop("speculative_config"))
+        twice = sorted(spread.keys() & options.keys())
+        if twice:
+            raise ValueError(f"given twice, also in speculative_config: {', '.join(twice)}")
+        options |= spread
     sections = {}
     for section in fields(Config):
         kind: Any = section.default_factory
@@ -194,6 +206,7 @@ class LLM:
             if output.request_id not in self._open:
                 continue
             completion, text = self._open[output.request_id]
+            completion.prompt_logprobs += output.prompt_logprobs or ()
             # A step with drafts may bring more tokens after the one that completed a stop string.
             if not text.stopped:
                 if output.token_id is not None:

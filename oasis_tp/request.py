@@ -26,7 +26,7 @@ class SamplingParams:
     """
 
     max_tokens: int | None = None
-    """Most tokens to generate. None: the rest of the model's window."""
+    """Most tokens to generate. None: the rest of the model's window. 0: the prompt is computed, and that is all."""
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
@@ -48,6 +48,8 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     """Report each token's logprob and this many alternatives (0: the token's own only)."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's own tokens. Such a prompt is always computed, never taken from one that is held."""
 
     def __post_init__(self) -> None:
         def check(name: str, ok: bool, allowed: str) -> None:
@@ -60,14 +62,14 @@ class SamplingParams:
         # Callers may write one string, or lists; inside they are tuples.
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        for name in ("max_tokens", "top_k", "seed", "n", "logprobs"):
+        for name in ("max_tokens", "top_k", "seed", "n", "logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             check(name, value is None or is_whole(value), "a whole number")
         for name in ("temperature", "top_p", "min_p"):
             check(name, isinstance(getattr(self, name), (int, float)), "a number")
         check("stop", all(isinstance(text, str) for text in self.stop), "a string, or several")
         check("stop_token_ids", all(map(is_whole, self.stop_token_ids)), "whole numbers")
-        check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "a whole number from 1")
+        check("max_tokens", self.max_tokens is None or self.max_tokens >= 0, "a whole number from 0")
         check("temperature", 0.0 <= self.temperature <= 100.0, "0 to 100")
         check("top_p", 0.0 < self.top_p <= 1.0, "above 0, up to 1")
         check("top_k", self.top_k >= -1, "-1 or 0 (off), or a whole number from 1")
@@ -81,7 +83,8 @@ class SamplingParams:
         check("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit whole number")
         check("n", 1 <= self.n <= 128, "1 to 128")
         check("stop", all(self.stop), "strings that are not empty")
-        check("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "0 to 20")
+        for name in ("logprobs", "prompt_logprobs"):
+            check(name, getattr(self, name) is None or 0 <= getattr(self, name) <= 20, "0 to 20")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,12 +149,14 @@ class TokenLogprobs:
 class TokenOutput:
     """One event of one request, produced at rank 0: a token, an end, or both.
 
-    `error` is set with FinishReason.ERROR and is fit to be shown to the user.
+    `error` is set with FinishReason.ERROR and is fit to be shown to the user. `prompt_logprobs`, where they were asked
+    for, come with the first event: an entry per prompt token but the first, which nothing predicts.
     """
 
     request_id: int
     token_id: int | None = None
     logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
     kv: KvStats | None = None
     error: str | None = None
@@ -190,6 +195,11 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return self.num_prompt_tokens + len(self.output_ids)
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Token ids [start, stop) of prompt and output; both ends at most `num_tokens`."""
+        split = self.num_prompt_tokens
+        return [*self.spec.prompt_ids[start:stop], *self.output_ids[max(0, start - split) : max(0, stop - split)]]
 
     def check_lengths(self) -> None:
         assert 0 <= self.num_computed <= self.num_tokens <= self.max_total_tokens, (

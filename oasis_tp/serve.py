@@ -1,11 +1,16 @@
 """`oasis_tp.serve`: the OpenAI-compatible HTTP server, one process per rank."""
 
+import errno
 import logging
+import os
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -20,6 +25,7 @@ from oasis_tp.request import FinishReason
 from oasis_tp.server.app import create_app
 from oasis_tp.server.auth import read_keys
 from oasis_tp.server.bridge import EngineBridge
+from oasis_tp.server.busy_log import BusyLog
 from oasis_tp.server.logs import set_up_logs
 
 if TYPE_CHECKING:
@@ -27,6 +33,8 @@ if TYPE_CHECKING:
 
 PROG = "oasis-tp serve"
 LEAVE = (signal.SIGTERM, signal.SIGINT)
+FAREWELL_S = 2.0
+"""How long a server whose engine is dead goes on answering 503, so that whoever probes it sees why."""
 GOODBYE_S = 5
 """How long open connections get to read their last event at the end."""
 
@@ -92,6 +100,8 @@ def bind(config: ServerConfig) -> socket.socket:
     Raises:
         ValueError: the address is not this machine's, or the port is in use or not allowed.
     """
+    if config.uds is not None:
+        return _bind_unix(config.uds)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -104,7 +114,28 @@ def bind(config: ServerConfig) -> socket.socket:
     return sock
 
 
+def _bind_unix(path: str) -> socket.socket:
+    """A socket file that nobody listens on any more is replaced."""
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        if Path(path).is_socket():
+            try:
+                sock.connect(path)
+            except ConnectionRefusedError:
+                os.unlink(path)
+            else:
+                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+        sock.bind(path)
+    except OSError as error:
+        sock.close()
+        raise ValueError(f"--uds {path}: {error.strerror or error}") from error
+    return sock
+
+
 def url_of(sock: socket.socket) -> str:
+    """What a client is to be told; `unix:` and the path where there is no port."""
+    if sock.family is socket.AF_UNIX:
+        return f"unix:{sock.getsockname()}"
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -123,7 +154,6 @@ def serve(
     def drain() -> None:
         if not bridge.drain(config.server.shutdown_timeout, "the server is shutting down"):
             logger.warning("requests are still open after %s s: aborted", config.server.shutdown_timeout)
-        server.stop_accepting()
         engine.stop()
 
     def leave(signum: int, _: FrameType | None) -> None:
@@ -133,6 +163,7 @@ def serve(
 
     def tell_hang() -> None:
         bridge.shut_down(FinishReason.ERROR, "the engine hangs; the server is shutting down")
+        time.sleep(FAREWELL_S)
         server.join()
 
     server.start()
@@ -141,21 +172,36 @@ def serve(
     name = (config.model.served_model_name or (config.model.model,))[0]
     print(f"oasis_tp ready: {url_of(sock)} model {name}, max_model_len {engine.max_model_len:,}", flush=True)
     watchdog = _watchdog(engine, config, tell_hang)
+    busy = BusyLog(bridge.stats)
+    busy.start()
     try:
         engine.run()
         bridge.shut_down(FinishReason.ABORT, "the server is shutting down")
     except BaseException:
         bridge.shut_down(FinishReason.ERROR, "the engine has failed; the server is shutting down")
+        time.sleep(FAREWELL_S)
         raise
     finally:
         watchdog.stop()
+        busy.stop()
         server.join()
+        if config.server.uds is not None:
+            os.unlink(config.server.uds)
 
 
 def _watchdog(engine: "Engine", config: Config, on_hang: Callable[[], None]) -> Watchdog:
     watchdog = Watchdog(config.server.watchdog_timeout, lambda: engine.stats().last_step_time, on_hang)
     watchdog.start()
     return watchdog
+
+
+def _wake(server_pid: int) -> None:
+    """On a rank whose engine hangs: a server that was stopped (SIGSTOP) must go on, or it could tell nobody.
+
+    Its own watchdog then finds out at once. Harmless in all other cases, and useless for a server on another host.
+    """
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(server_pid, signal.SIGCONT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -176,6 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         engine = Engine.create(config)
         tokenizer = load_tokenizer(engine.model_dir, template)
+        server_pid = engine.tp.max_over_ranks([os.getpid() if rank == 0 else 0])[0] if ranks.size > 1 else 0
     except ValueError as error:
         print(f"{PROG}: error: {error}", file=sys.stderr, flush=True)
         return 2
@@ -186,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # The launcher signals every rank; this one leaves when rank 0 says so.
             for signum in LEAVE:
                 signal.signal(signum, signal.SIG_IGN)
-            watchdog = _watchdog(engine, config, lambda: None)
+            watchdog = _watchdog(engine, config, lambda: _wake(server_pid))
             engine.run()
             watchdog.stop()
     except Exception:

@@ -44,7 +44,7 @@ tell() {
 }
 trap tell USR1 TERM
 
-$preparation# One task per rank, without a launcher in between: torchrun dies of SIGUSR1 and leaves its workers behind.
+$preparation# $launching
 # --gpu-bind=none: ranks that cannot see each other's GPUs cannot copy between them.
 srun $srun_options $command &
 step=$$!
@@ -58,6 +58,10 @@ while [ "$$seen" != "$$told" ]; do
 done
 $ending""")
 
+LAUNCHING = {
+    "srun": "One task per rank, without a launcher in between: torchrun dies of SIGUSR1 and leaves its workers behind.",
+    "torchrun": "One torchrun per node. It would die of SIGUSR1 and leave its workers behind; TERM it passes on.",
+}
 PLAIN_ENDING = 'exit "$status"\n'
 BATCH_PREPARATION = Template("""# What an earlier run of this job said does not count for this one.
 rm -f $status_file
@@ -132,26 +136,37 @@ def render(args: argparse.Namespace, rest: Sequence[str], made_by: str) -> str:
     srun_options = ["--kill-on-bad-exit=1", "--cpu-bind=none"]
     if args.gpus_per_node:
         srun_options.append("--gpu-bind=none")
+    ranks_per_task = tasks if args.launcher == "torchrun" else 1
+    if args.launcher == "torchrun":
+        srun_options += [f"--ntasks={args.nodes}", "--ntasks-per-node=1"]
     if args.cpus_per_task:
-        srun_options.append(f"--cpus-per-task={args.cpus_per_task}")  # srun does not take it from sbatch
+        srun_options.append(f"--cpus-per-task={args.cpus_per_task * ranks_per_task}")  # not taken from sbatch
     return SCRIPT.substitute(
         made_by=made_by.replace("\n", " "),
         directives="\n".join(f"#SBATCH --{name}={value}" for name, value in directives.items() if value),
         signal_lead=args.signal_lead,
         srun_options=" ".join(srun_options),
-        command=_command(args, rest),
+        launching=LAUNCHING[args.launcher],
+        command=_command(args, rest, tasks),
         preparation=preparation,
         ending=ending,
     )
 
 
-def _command(args: argparse.Namespace, rest: Sequence[str]) -> str:
-    words = [args.python, "-m", f"oasis_tp.{args.command}", *rest]
-    if args.container is None:
-        return shlex.join(words)
-    if args.container.endswith(".sif"):
-        return shlex.join(["apptainer", "exec", *(["--nv"] if args.gpus_per_node else []), args.container, *words])
-    return shlex.join([f"--container-image={args.container}", *words])
+def _command(args: argparse.Namespace, rest: Sequence[str], tasks: int) -> str:
+    """What each task of the step runs; the shell fills in torchrun's meeting place, named after the job."""
+    before = []
+    if args.container is not None and args.container.endswith(".sif"):
+        before = ["apptainer", "exec", *(["--nv"] if args.gpus_per_node else []), args.container]
+    elif args.container is not None:
+        before = [f"--container-image={args.container}"]
+    text = shlex.join([*before, args.python])
+    if args.launcher == "torchrun":
+        text += (
+            f" -m torch.distributed.run --nnodes={args.nodes} --nproc-per-node={tasks} --rdzv-backend=c10d"
+            ' --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$HOSTNAME:$MASTER_PORT"'
+        )
+    return f"{text} {shlex.join(['-m', f'oasis_tp.{args.command}', *rest])}"
 
 
 def _status_file(rest: Sequence[str]) -> str:
@@ -206,6 +221,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--account", metavar="NAME", help="Account. Default: your own.")
     add("--job-name", metavar="NAME", help="Default: oasis- and the command.")
     add("--container", metavar="IMAGE", help="A .sif file (run by apptainer), or an image for srun's own containers.")
+    add(
+        "--launcher", choices=sorted(LAUNCHING), default="srun",
+        help="Who starts the ranks: srun one task each, or a torchrun on each node. (default: srun)",
+    )  # fmt: skip
     add("--python", default="python", metavar="PATH", help="The Python that has oasis_tp. (default: python)")
     return parser
 

@@ -7,6 +7,9 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from oasis_tp.config import NUM_PROBES, Config, SparsityConfig
 
+MOST_HOT = 2**20
+"""More budgets than any context holds."""
+
 
 def validate_sparsity(sparsity: SparsityConfig, block_size: int, option: Callable[[str], str]) -> None:
     """Check one sparsity section, from the command line or from a request.
@@ -24,7 +27,7 @@ def validate_sparsity(sparsity: SparsityConfig, block_size: int, option: Callabl
     _check(option("recent_tokens"), recent, recent >= block_size, f"at least one block ({block_size} tokens)")
     _check(option("sink_blocks"), sparsity.sink_blocks, sparsity.sink_blocks >= 0, "a whole number from 0")
     hot = sparsity.hot_factor
-    _check(option("hot_factor"), hot, hot == "auto" or 1 <= hot < math.inf, "auto, or a number from 1")
+    _check(option("hot_factor"), hot, hot == "auto" or 1 <= hot <= MOST_HOT, f"auto, or a number from 1 to {MOST_HOT}")
     _check(option("fetch_ratio"), sparsity.fetch_ratio, 0 < sparsity.fetch_ratio <= 1, "above 0, up to 1")
 
 
@@ -49,9 +52,17 @@ def validate(config: Config) -> None:
     _check("--gpu-memory-utilization", share, 0 < share <= 1, "above 0, up to 1")
     device_gib, host_gib = memory.device_kv_gb, memory.host_kv_gb
     _check("--device-kv-gb", device_gib, device_gib is None or 0 < device_gib < math.inf, "a number above 0")
-    _check("--host-kv-gb", host_gib, host_gib is None or 0 <= host_gib < math.inf, "a number from 0 (0: no host tier)")
+    in_all = memory.kv_offloading_size
+    for option, gib in (("--host-kv-gb", host_gib), ("--kv-offloading-size", in_all)):
+        _check(option, gib, gib is None or 0 <= gib < math.inf, "a number from 0 (0: no host tier)")
+    if in_all is not None and host_gib is not None:
+        raise ValueError(f"--host-kv-gb {host_gib:g} (per rank) and --kv-offloading-size {in_all:g} (in all): give one")
     speculation = config.speculation
     _check("--spec-tokens", speculation.spec_tokens, 1 <= speculation.spec_tokens <= 16, "1 to 16")
+    needs_model = speculation.spec_method in ("draft_model", "eagle3")
+    if needs_model != bool(speculation.spec_model):
+        allowed = "a model, with --spec-method draft_model or eagle3, and with those only"
+        _check("--spec-model", speculation.spec_model, False, f"{allowed} (it is {speculation.spec_method})")
     smallest, largest = speculation.prompt_lookup_min, speculation.prompt_lookup_max
     _check("--prompt-lookup-min", smallest, 1 <= smallest <= largest, f"1 to --prompt-lookup-max ({largest})")
     validate_sparsity(config.sparsity, memory.block_size, lambda name: "--" + name.replace("_", "-"))

@@ -1,9 +1,11 @@
 """Tiny random checkpoints of every family, with a usable tokenizer, written as transformers writes them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 # transformers is imported where it is used: spawned ranks import test modules too, and it takes seconds to load.
@@ -81,3 +83,56 @@ def _write_tokenizer(vocab_size: int, path: Path) -> None:
         pad_token="<|im_end|>",
         chat_template=CHAT_TEMPLATE,
     ).save_pretrained(path)
+
+
+def make_tiny_eagle3(target: Path, path: Path, *, draft_vocab_size: int = 60, seed: int = 0, **overrides: Any) -> Path:
+    """Write a random EAGLE-3 head for the tiny model in `target`, named and shaped as the published heads are.
+
+    4 query and 2 KV heads of 32, so that nothing has the target's shape by accident; `overrides` are config.json keys.
+    """
+    hidden = json.loads((target / "config.json").read_text())["hidden_size"]
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": 101,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_hidden_layers": 1,
+        "vocab_size": 311,
+        "draft_vocab_size": draft_vocab_size,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    } | overrides
+    shapes = {
+        "fc.weight": (hidden, 3 * hidden),
+        "lm_head.weight": (draft_vocab_size, hidden),
+        "norm.weight": (hidden,),
+        "midlayer.hidden_norm.weight": (hidden,),
+        "midlayer.input_layernorm.weight": (hidden,),
+        "midlayer.post_attention_layernorm.weight": (hidden,),
+        "midlayer.self_attn.q_proj.weight": (128, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": (64, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": (64, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": (hidden, 128),
+        "midlayer.mlp.gate_proj.weight": (101, hidden),
+        "midlayer.mlp.up_proj.weight": (101, hidden),
+        "midlayer.mlp.down_proj.weight": (hidden, 101),
+    }
+    rng = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: torch.randn(shape, generator=rng) * (0.2 if len(shape) == 1 else 1.5 * shape[-1] ** -0.5)
+        + (len(shape) == 1)
+        for name, shape in shapes.items()
+    }
+    chosen = torch.randperm(311, generator=rng)[:draft_vocab_size].sort().values
+    tensors["d2t"] = chosen - torch.arange(draft_vocab_size)
+    tensors["t2d"] = torch.zeros(311, dtype=torch.bool).index_fill_(0, chosen, True)
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, path / "model.safetensors")
+    return path

@@ -14,7 +14,7 @@ from oasis_tp.engine.engine import Engine
 from oasis_tp.models.tokenizer import Tokenizer
 from oasis_tp.request import RequestSpec, SamplingParams, TokenOutput
 from oasis_tp.server.bridge import request_specs
-from oasis_tp.server.generation import Assembler, join_deltas, prompt_texts
+from oasis_tp.server.generation import Assembler, echoes, join_deltas
 from oasis_tp.server.protocol import ApiError, ChatRequest, ChoiceDelta, CompletionRequest, response_head, usage
 from oasis_tp.validation import validate_sparsity
 
@@ -115,7 +115,7 @@ class BatchJob:
             line=line,
             num_prompt_tokens=sum(map(len, prompts)),
             reported=sampling.logprobs is not None,
-            assembler=self._assembler(body, sampling, ids),
+            assembler=self._assembler(body, sampling, ids, prompts),
             ids=ids,
             parts=[[] for _ in ids],
         )
@@ -146,14 +146,20 @@ class BatchJob:
             return [self._tokenizer.encode(text, add_special_tokens=False)]
         return [self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts()]
 
-    def _assembler(self, body: CompletionRequest | ChatRequest, sampling: SamplingParams, ids: list[int]) -> Assembler:
+    def _assembler(
+        self,
+        body: CompletionRequest | ChatRequest,
+        sampling: SamplingParams,
+        ids: list[int],
+        prompts: list[list[int]],
+    ) -> Assembler:
         return Assembler(
             self._tokenizer.backend,
             sampling,
             len(ids),
             return_kv_stats=body.return_kv_stats,
             abort=lambda choice: self._engine.abort(ids[choice]),
-            echoes=prompt_texts(body, self._tokenizer.backend) if isinstance(body, CompletionRequest) else (),
+            echoes=echoes(body, prompts, self._tokenizer.backend),
         )
 
     def _receive(self, outputs: list[TokenOutput]) -> None:

@@ -11,6 +11,7 @@ BENCHMARKS = {
     "retrieval": "answers to long-context tasks, every mode beside dense attention",
     "lookahead": "blocks that are there before they are selected, and what drafts bring",
     "decode": "time of a decode step, beside its ceiling and other engines",
+    "kernels": "time of each kernel, beside torch and its byte ceiling",
 }
 
 

@@ -1,353 +1,271 @@
-"""Time of a decode step at a context and batch: this engine's modes and other engines on the same weights, interleaved.
+"""Time of a decode step at a context and batch: this engine's modes and other engines on the same weights, in turns.
 
-One prompt of technical prose is prefilled per context and held; a batch is that many forks of it, each sampling its
-own way on. Forks share the prompt's host KV and sketches and own their pages. In every round each engine and mode in
-turn decodes the same number of steps from the same context, so whatever else the machine does falls on all alike.
+One prompt is held per context; a batch is that many forks of it, each sampling its own way on. Forks share the
+prompt's host KV and sketches and own their pages. In every round each engine and mode in turn decodes the same number
+of steps from the same context, with the same threads, so whatever else the machine does falls on all alike.
+
+Up to --prefill-tokens of a prompt are technical prose, prefilled; beyond them, and beyond the model's window, their
+keys and values come again at later positions, which times a step and says nothing about answers. Peers run alone on
+one rank, with keys and values that are made up.
 
 Ceiling: the bytes a step must read (weights once; per request its pinned and selected KV, and the sketch of every
-candidate) over the memory bandwidth measured here. Peers run alone on one rank, with synthetic keys and values.
+candidate) over the memory bandwidth measured in the same run.
 """
 
 import argparse
 import json
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
-from itertools import count
-from statistics import fmean, median
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
 
+from oasis_tp.bench.arguments import check_least, names, numbers
+from oasis_tp.bench.ceiling import bytes_per_second, read_weight_bytes, step_bytes
+from oasis_tp.bench.contest import Contestant, Rivals, dtype_name
+from oasis_tp.bench.decode_report import draw, format_ceilings, format_parts, format_rows
+from oasis_tp.bench.forks import WARM_STEPS, Forks
 from oasis_tp.bench.haystack import prose
-from oasis_tp.comm import TpGroup
-from oasis_tp.config import AttentionMode, SketchKind, SparsityConfig
+from oasis_tp.bench.long_prompt import RepeatingRunner, stretched
+from oasis_tp.bench.peers import PEERS, PeerError
+from oasis_tp.bench.step_parts import PartTimer
+from oasis_tp.config import AttentionMode, MemoryConfig, SketchKind, SparsityConfig
 from oasis_tp.engine.engine import Engine
-from oasis_tp.kv.layout import KvLayout, SelectionLayout, ceil_div
+from oasis_tp.engine.memory import GIB
+from oasis_tp.engine.startup import start
+from oasis_tp.kv.blocks import runs_for
+from oasis_tp.kv.layout import RUN_BLOCKS, KvLayout, SelectionLayout, ceil_div
 from oasis_tp.llm import make_config
-from oasis_tp.models.llama import LlamaModel
+from oasis_tp.models.hub import resolve_model
+from oasis_tp.models.registry import ModelArch, load_arch
 from oasis_tp.models.tokenizer import load_tokenizer
-from oasis_tp.models.weights import weight_bytes
-from oasis_tp.request import KvStats, RequestSpec, SamplingParams, TokenOutput
-from oasis_tp.sparse.sketch_size import sketch_bytes_per_block
+from oasis_tp.ranks import discover_ranks
+from oasis_tp.request import RequestSpec
 
-WARM_STEPS = 2
-PEERS = ("transformers",)
+CHUNK_TOKENS = 1024
 
 
-@dataclass(kw_only=True)
-class Contestant:
-    """One engine and mode at one context and batch. `decode(steps)` returns seconds per step and the device KV's
-    figures: bytes of the batch, hit rate."""
+def start_engine(
+    args: argparse.Namespace, model_dir: Path, sparsities: Sequence[SparsityConfig], window: int
+) -> Engine:
+    """An engine that computes prompts up to `window` tokens, on a CPU with the memory that its largest batch takes.
 
-    engine: str
-    mode: str
-    context: int
-    batch: int
-    ceiling_bytes: int
-    decode: Callable[[int], tuple[list[float], int, float | None]]
-    step_s: list[float] = field(default_factory=list)
-    hot_kv_bytes: int = 0
-    hit_rates: list[float] = field(default_factory=list)
+    Collective.
 
-    def run(self, num_steps: int) -> None:
-        step_s, self.hot_kv_bytes, hit_rate = self.decode(num_steps)
-        self.step_s += step_s
-        self.hit_rates += [] if hit_rate is None else [hit_rate]
-
-    def row(self, bytes_per_s: float) -> dict[str, Any]:
-        ranked = sorted(self.step_s)
-        return {
-            "engine": self.engine,
-            "mode": self.mode,
-            "context": self.context,
-            "batch": self.batch,
-            "ms_per_step": round(median(ranked) * 1e3, 2),
-            "p99_ms": round(ranked[ceil_div(99 * len(ranked), 100) - 1] * 1e3, 2),
-            "ceiling_ms": round(self.ceiling_bytes / bytes_per_s * 1e3, 2),
-            "hot_kv_bytes": self.hot_kv_bytes,
-            "hit_rate": round(fmean(self.hit_rates), 4) if self.hit_rates else None,
-        }
+    Raises:
+        ValueError: the machine has too little, or an option's value is out of range.
+    """
+    longest, widest, block = max(args.contexts), max(args.batches), MemoryConfig().block_size
+    chunk = min(CHUNK_TOKENS, window // block * block)
+    memory = {}
+    if not torch.cuda.is_available():
+        memory = _kv_gib(load_arch(model_dir, None), sparsities, longest, widest)
+    config = make_config(
+        model=str(model_dir),
+        max_model_len=longest,
+        max_num_seqs=widest + 1,  # room for the held prompt in the host tier
+        max_num_batched_tokens=chunk,
+        budget_tokens=args.budget_tokens,
+        hot_factor=args.hot_factor,
+        sketch=args.sketch,
+        **memory,
+    )
+    started = start(config, tuple({x.sketch: None for x in sparsities if x.attention != "dense"}))
+    return Engine(config, replace(started, runner=RepeatingRunner(started.runner, window // chunk * chunk)))
 
 
-def step_bytes(weights: int, layout: KvLayout, sparsity: SparsityConfig, context: int, batch: int) -> int:
-    """Bytes that one decode step must read. `layout` is the whole model's, `weights` what a step reads of them."""
-    selection = SelectionLayout.from_config(sparsity, layout.block_size, 1.0)
-    first, last = selection.candidates(context - 1)
-    attended, scanned = layout.num_blocks(context), 0
-    if selection.budget is not None and last - first > selection.budget:
-        attended, scanned = selection.pinned + selection.budget, last - first
-    sketch = layout.num_layers * layout.num_kv_heads
-    sketch *= sketch_bytes_per_block(sparsity.sketch, layout.head_dim, layout.block_size)
-    return weights + batch * (attended * layout.page_bytes + scanned * sketch)
-
-
-def bytes_per_second(tp: TpGroup) -> float:
-    """Memory read bandwidth of all ranks reading at once: the best of eight sums over 512 MiB each."""
-    data = torch.ones(2**27, dtype=torch.float32, device=tp.device)
-    nanoseconds = []
-    for _ in range(8):
-        tp.barrier()
-        nanoseconds.append(int(_timed(data.sum, tp.device) * 1e9))
-    return tp.size * data.nbytes * 1e9 / min(tp.max_over_ranks(nanoseconds))
-
-
-def _timed(action: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    action()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
-
-
-def read_weight_bytes(model: LlamaModel) -> int:
-    """Bytes of all ranks' weights that a decode step reads: an embedding that is not the head is only looked up in."""
-    local = weight_bytes(model) - (0 if model.head is model.embedding else model.embedding.weight.nbytes)
-    return int(model.tp.sum_over_ranks(torch.tensor([local], dtype=torch.float64)))
-
-
-class Forks:
-    """Starts batches on one engine and times their steps. Every rank makes the same calls."""
-
-    def __init__(self, engine: Engine, text: list[int]) -> None:
-        """`text`: the token ids that prompts are cut from, repeated where they are too few."""
-        self.engine = engine
-        self.text = text
-        self._ids = count()
-
-    def hold(self, num_tokens: int) -> RequestSpec:
-        """Prefill a prompt of that many tokens and keep it."""
-        ids = tuple((self.text * ceil_div(num_tokens, len(self.text)))[:num_tokens])
-        spec = RequestSpec(request_id=next(self._ids), prompt_ids=ids, sampling=SamplingParams(), hold=True)
-        self.engine.submit(spec)
-        self._step_until_idle()
-        return spec
-
-    def release(self, held: RequestSpec) -> None:
-        self.engine.abort(held.request_id)
-        self._step_until_idle()
-
-    def decode(
-        self, held: RequestSpec, sparsity: SparsityConfig, batch: int, num_steps: int
-    ) -> tuple[list[float], int, float | None]:
-        """Decode `num_steps` steps of `batch` forks, after WARM_STEPS more.
-
-        Returns:
-            Seconds of each step, the batch's bytes of device pages, its hit rate over all of its steps.
-
-        Raises:
-            ValueError: the batch does not fit the device.
-            RuntimeError: the model's output was not finite.
-        """
-        ended: list[KvStats] = []
-
-        def receive(outputs: list[TokenOutput]) -> None:
-            for output in outputs:
-                if output.error is not None:
-                    raise RuntimeError(output.error)
-                if output.kv is not None:
-                    ended.append(output.kv)
-
-        self.engine.on_output = receive
-        for index in range(batch):
-            # The first token comes from the prefill; a seed of its own leads each fork another way.
-            sampling = SamplingParams(max_tokens=1 + WARM_STEPS + num_steps, seed=index, ignore_eos=True)
-            self.engine.submit(
-                RequestSpec(
-                    request_id=next(self._ids),
-                    prompt_ids=held.prompt_ids,
-                    sampling=sampling,
-                    sparsity=sparsity,
-                    fork_of=held.request_id,
-                )
-            )
-        self.engine.step()
-        num_running = self.engine.stats().num_running
-        if num_running < batch:
-            raise ValueError(
-                f"--batches {batch} in mode {sparsity.attention}: {num_running} requests of {len(held.prompt_ids)} "
-                "prompt tokens fit the device at once; lower --batches or --contexts"
-            )
-        step_s = [_timed(self.engine.step, self.engine.tp.device) for _ in range(WARM_STEPS + num_steps)]
-        assert len(ended) == batch, (len(ended), batch)
-        self._step_until_idle()
-        selected, missed = (sum(getattr(kv, f"{name}_blocks") for kv in ended) for name in ("selected", "missed"))
-        hit_rate = 1 - missed / selected if selected else None
-        return step_s[WARM_STEPS:], sum(kv.hot_kv_bytes for kv in ended), hit_rate
-
-    def _step_until_idle(self) -> None:
-        self.engine.step()
-        while self.engine.has_work:
-            self.engine.step()
-
-
-class TransformersPeer:
-    """transformers with SDPA and its DynamicCache, on the engine's weights, device and dtype."""
-
-    def __init__(self, engine: Engine) -> None:
-        """Load the model a second time.
-
-        Raises:
-            ValueError: transformers is not installed.
-        """
-        try:
-            from transformers import AutoModelForCausalLM
-        except ImportError as error:
-            raise ValueError(
-                "--peers transformers: the package is not installed; pip install 'oasis-tp[bench]', or give --peers "
-                "without a name"
-            ) from error
-        own = engine.runner.model
-        self.arch = own.arch
-        self.model = AutoModelForCausalLM.from_pretrained(
-            engine.model_dir, dtype=own.dtype, attn_implementation="sdpa", local_files_only=True
-        )
-        self.model.to(own.device).eval()
-
-    @torch.inference_mode()
-    def decode(self, num_cached: int, batch: int, num_steps: int) -> tuple[list[float], int, float | None]:
-        """As `Forks.decode`, from `num_cached` synthetic tokens: what they hold does not change the time of a step."""
-        from transformers import DynamicCache
-
-        device, dtype = self.model.device, self.model.dtype
-        cache = DynamicCache()
-        kv = torch.randn(batch, self.arch.num_kv_heads, num_cached, self.arch.head_dim, device=device, dtype=dtype)
-        for layer in range(self.arch.num_layers):
-            cache.update(kv, kv, layer)
-        token_ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-
-        def step() -> None:
-            nonlocal token_ids
-            out = self.model(input_ids=token_ids, past_key_values=cache, use_cache=True)
-            token_ids = out.logits[:, -1:].argmax(-1)
-
-        step_s = [_timed(step, device) for _ in range(WARM_STEPS + num_steps)]
-        kv_bytes = 2 * self.arch.num_layers * (kv.nbytes // num_cached) * cache.get_seq_length()
-        return step_s[WARM_STEPS:], kv_bytes, None
-
-
-def format_table(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        "| engine | mode | context | batch | ms per step | p99 ms | tokens/s | ceiling ms | hot KV MiB | hit rate |"
-    ]
-    lines.append("|---|---|---|---|---|---|---|---|---|---|")
-    for row in rows:
-        hit_rate = "–" if row["hit_rate"] is None else f"{row['hit_rate']:.3f}"
-        lines.append(
-            f"| {row['engine']} | {row['mode']} | {row['context']} | {row['batch']} | {row['ms_per_step']:.1f} "
-            f"| {row['p99_ms']:.1f} | {row['batch'] / row['ms_per_step'] * 1e3:.1f} | {row['ceiling_ms']:.2f} "
-            f"| {row['hot_kv_bytes'] / 2**20:.1f} | {hit_rate} |"
-        )
-    return "\n".join(lines)
+def _kv_gib(arch: ModelArch, sparsities: Sequence[SparsityConfig], longest: int, widest: int) -> dict[str, float]:
+    """GiB per rank of pages for the widest batch, and of host tier for its prompt and every fork's own end."""
+    layout = KvLayout(
+        num_layers=arch.num_layers,
+        num_kv_heads=ceil_div(arch.num_kv_heads, discover_ranks().size),
+        head_dim=arch.head_dim,
+        block_size=MemoryConfig().block_size,
+        dtype_bytes=torch.float32.itemsize,
+    )
+    full = layout.num_blocks(longest)
+    selections = [SelectionLayout.from_config(x, layout.block_size, float(x.hot_factor)) for x in sparsities]
+    num_pages = widest * max(selection.num_pages(full, host_tier=True) for selection in selections)
+    num_host = (runs_for(full) + widest * runs_for(CHUNK_TOKENS // layout.block_size)) * RUN_BLOCKS
+    # One more: sizes are rounded on their way through GiB.
+    return {
+        "device_kv_gb": (num_pages + 1) * layout.page_bytes / GIB,
+        "host_kv_gb": (num_host + 1) * layout.page_bytes / GIB,
+    }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2", help="as for oasis_tp.serve (default: smollm2)")
     parser.add_argument("--revision", default=None, help="branch, tag or commit of a Hugging Face id")
     parser.add_argument(
-        "--contexts", type=int, nargs="+", default=[8192], help="prompt and output, in tokens (default: 8192)"
+        "--contexts", type=numbers, default=[8192], help="tokens of prompt and output, with commas (default: 8192)"
     )
-    parser.add_argument("--batches", type=int, nargs="+", default=[4], help="requests in a step (default: 4)")
+    parser.add_argument("--batches", type=numbers, default=[4], help="requests in a step, with commas (default: 4)")
     modes = get_args(AttentionMode)
     parser.add_argument(
-        "--modes", type=_names(modes), default=list(modes), help="separated by commas (default: dense,resolve)"
+        "--modes",
+        type=names(modes),
+        default=["dense", "resolve"],
+        help=f"of {','.join(modes)} (default: dense,resolve)",
     )
-    parser.add_argument("--peers", nargs="*", choices=PEERS, default=[], help="other engines beside it (default: none)")
+    parser.add_argument(
+        "--peers",
+        type=names(PEERS),
+        default=[],
+        help=f"other engines beside it, of {','.join(PEERS)}; `make bench-peers` installs them (default: none)",
+    )
+    parser.add_argument(
+        "--peers-dir", type=Path, default=Path(".peers"), help="their environments, one a folder (default: .peers)"
+    )
     parser.add_argument("--budget-tokens", type=int, default=512, help="tokens selected per row (default: 512)")
     parser.add_argument(
         "--hot-factor", type=float, default=2.0, help="budgets' worth of blocks kept on the device (default: 2)"
     )
     parser.add_argument("--sketch", choices=get_args(SketchKind), default="2bit", help="(default: 2bit)")
+    parser.add_argument(
+        "--prefill-tokens", type=int, default=8192, help="most tokens of a prompt that are computed (default: 8192)"
+    )
     parser.add_argument("--steps", type=int, default=8, help="steps timed in each round (default: 8)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of every engine and mode (default: 3)")
+    parser.add_argument("--no-profile", action="store_true", help="do not take the turn that times a step's parts")
+    parser.add_argument("--plot", type=Path, default=None, metavar="PNG", help="draw time against context to a file")
 
 
-def _names(allowed: tuple[str, ...]) -> Callable[[str], list[str]]:
-    def convert(text: str) -> list[str]:
-        names = text.split(",")
-        for name in names:
-            if name not in allowed:
-                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(allowed)}")
-        return names
-
-    return convert
+def _check(args: argparse.Namespace) -> None:
+    check_least(args, contexts=1, batches=1, steps=1, rounds=1)
+    num_new = 1 + WARM_STEPS + args.steps
+    if min(args.contexts) <= num_new:
+        raise ValueError(f"--contexts {min(args.contexts)}: more than the {num_new} tokens that are generated")
+    if not args.modes:
+        raise ValueError(f"--modes: at least one of {', '.join(get_args(AttentionMode))}")
+    block = MemoryConfig().block_size
+    if args.prefill_tokens < max(block, max(args.batches) + 1):
+        raise ValueError(f"--prefill-tokens {args.prefill_tokens}: at least a block ({block}), and above --batches")
+    if args.plot is not None and find_spec("matplotlib") is None:
+        raise ValueError(f"--plot {args.plot}: matplotlib is not installed; pip install 'oasis-tp[bench]'")
+    if args.plot is not None and not args.plot.parent.is_dir():
+        raise ValueError(f"--plot {args.plot}: there is no directory {args.plot.parent}")
+    size = discover_ranks().size
+    if args.peers and size > 1:
+        raise ValueError(f"--peers {','.join(args.peers)}: peers run alone, and this job has {size} ranks")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the table, then one JSON line {"rows": [...]} (rank 0).
+    """Print the tables, then one JSON line {"rows": [...], ...} (rank 0).
 
     Raises:
         ValueError: an option's value that cannot be measured here.
     """
-    for option in ("contexts", "batches", "steps", "rounds"):
-        value = getattr(args, option)
-        if min(value if isinstance(value, list) else [value]) < 1:
-            raise ValueError(f"--{option} {value}: at least 1")
-    num_new = 1 + WARM_STEPS + args.steps
-    if min(args.contexts) <= num_new:
-        raise ValueError(f"--contexts {min(args.contexts)}: more than the {num_new} tokens that are generated")
+    _check(args)
+    plain_dir = resolve_model(args.model, args.revision)
+    window = min(args.prefill_tokens, load_arch(plain_dir, None).max_position_embeddings)
     sparse = SparsityConfig(budget_tokens=args.budget_tokens, hot_factor=args.hot_factor, sketch=args.sketch)
-    engine = Engine.create(
-        make_config(
-            model=args.model,
-            revision=args.revision,
-            max_model_len=max(args.contexts),
-            budget_tokens=args.budget_tokens,
-            hot_factor=args.hot_factor,
-            sketch=args.sketch,
-            max_num_seqs=max(args.batches) + 1,  # room for the held prompt in the host tier
-        )
-    )
-    tp, model = engine.tp, engine.runner.model
-    if args.peers and tp.size > 1:
-        raise ValueError(f"--peers {' '.join(args.peers)}: peers run alone, and this job has {tp.size} ranks")
-    peers = {name: TransformersPeer(engine) for name in args.peers}
-    forks = Forks(engine, load_tokenizer(engine.model_dir).encode(prose(), add_special_tokens=False))
-    layout = replace(engine.runner.cache.layout, num_kv_heads=model.arch.num_kv_heads)
-    weights, bandwidth = read_weight_bytes(model), bytes_per_second(tp)
     modes = {mode: replace(sparse, attention=mode) for mode in args.modes}
-    dense = replace(sparse, attention="dense")
-    rows = []
-    for context in args.contexts:
-        held = forks.hold(context - num_new)
-        for batch in args.batches:
-            here = {"context": context, "batch": batch}
-            contestants = [
-                Contestant(
-                    engine="oasis_tp",
-                    mode=mode,
-                    **here,
-                    ceiling_bytes=step_bytes(weights, layout, sparsity, context, batch),
-                    decode=partial(forks.decode, held, sparsity, batch),
-                )
-                for mode, sparsity in modes.items()
-            ] + [
-                Contestant(
-                    engine=name,
-                    mode="dense",
-                    **here,
-                    ceiling_bytes=step_bytes(weights, layout, dense, context, batch),
-                    # As many cached tokens as the forks have after their first token.
-                    decode=partial(peer.decode, context - num_new, batch),
-                )
-                for name, peer in peers.items()
-            ]
-            for _ in range(args.rounds):
-                for contestant in contestants:
-                    contestant.run(args.steps)
-            rows += [contestant.row(bandwidth) for contestant in contestants]
-        forks.release(held)
-    if tp.rank == 0:
-        print(
-            f"{args.model} on {tp.device.type}, {str(model.dtype).removeprefix('torch.')}, TP {tp.size}, "
-            f"{torch.get_num_threads()} thread(s) per rank, reads {bandwidth / 1e9:.1f} GB/s; resolve: budget "
-            f"{args.budget_tokens}, hot factor {args.hot_factor:g}, {args.sketch}, tail estimate on; median of "
-            f"{args.rounds} x {args.steps} steps"
-        )
-        print(format_table(rows))
-        print(json.dumps({"rows": rows}), flush=True)
-    tp.close()
+    with stretched(plain_dir, max(args.contexts)) as model_dir, ExitStack() as stack:
+        engine = start_engine(args, model_dir, list(modes.values()), window)
+        stack.callback(engine.tp.close)
+        rivals = Rivals(args.peers, args.peers_dir, engine, args.steps)
+        stack.callback(rivals.close)
+        forks = Forks(engine, load_tokenizer(model_dir).encode(prose(), add_special_tokens=False))
+        bandwidth = bytes_per_second(engine.tp)
+        contestants = []
+        for context in args.contexts:
+            held = forks.hold(context - 1 - WARM_STEPS - args.steps)
+            for batch in args.batches:
+                contestants += measure(args, forks, held, modes, rivals, context, batch)
+            forks.release(held)
+        # What slowed the first look at the memory may be gone by now.
+        bandwidth = max(bandwidth, bytes_per_second(engine.tp))
+        if engine.tp.rank == 0:
+            _print(args, engine, bandwidth, [one.row(bandwidth) for one in contestants], rivals.not_measured)
     return 0
+
+
+def measure(
+    args: argparse.Namespace,
+    forks: Forks,
+    held: RequestSpec,
+    modes: dict[AttentionMode, SparsityConfig],
+    rivals: Rivals,
+    context: int,
+    batch: int,
+) -> list[Contestant]:
+    """Turns of every engine and mode at one context and batch."""
+    engine = forks.engine
+    model = engine.runner.model
+    layout = replace(engine.runner.cache.layout, num_kv_heads=model.arch.num_kv_heads)
+    weights = read_weight_bytes(model)
+    ceilings = {mode: step_bytes(weights, layout, sparsity, context, batch) for mode, sparsity in modes.items()}
+    own = [
+        Contestant(
+            engine="oasis_tp",
+            mode=mode,
+            dtype=dtype_name(model.dtype),
+            context=context,
+            batch=batch,
+            ceiling=ceilings[mode],
+            decode=partial(forks.decode, held, sparsity, batch, args.steps),
+        )
+        for mode, sparsity in modes.items()
+    ]
+    for one in own:
+        one.decode()  # does not count; it touches the memory by which room for the peers is judged
+    dense = step_bytes(weights, layout, SparsityConfig(attention="dense"), context, batch)
+    with rivals.at(context, batch, dense) as theirs:
+        _take_turns(rivals, theirs, context, batch)
+        for peer in theirs:
+            peer.turns.clear()  # nor do the peers' first
+        for _ in range(args.rounds):
+            for one in own:
+                one.turns.append(one.decode())
+            _take_turns(rivals, theirs, context, batch)
+    for one, sparsity in zip(own, modes.values(), strict=True) if not args.no_profile else ():
+        timer = PartTimer(engine.tp.device)
+        forks.decode(held, sparsity, batch, args.steps, timer)
+        one.parts_ms = {part: seconds * 1e3 for part, seconds in timer.median_step().items()}
+    return own + theirs
+
+
+def _take_turns(rivals: Rivals, theirs: list[Contestant], context: int, batch: int) -> None:
+    """A turn of every peer; one that fails is reported and leaves the list."""
+    for peer in list(theirs):
+        try:
+            peer.turns.append(peer.decode())
+        except PeerError as error:
+            rivals.report(peer.engine, error, context=context, batch=batch)
+            theirs.remove(peer)
+
+
+def _print(
+    args: argparse.Namespace,
+    engine: Engine,
+    bandwidth: float,
+    rows: list[dict[str, Any]],
+    not_measured: list[dict[str, Any]],
+) -> None:
+    settings = {
+        "model": args.model,
+        "device": engine.tp.device.type,
+        "dtype": dtype_name(engine.runner.model.dtype),
+        "tp": engine.tp.size,
+        "threads_per_rank": torch.get_num_threads(),
+        "gb_per_s": round(bandwidth / 1e9, 2),
+        "budget_tokens": args.budget_tokens,
+        "hot_factor": args.hot_factor,
+        "sketch": args.sketch,
+        "tail_estimate": True,
+        "rounds": args.rounds,
+        "steps": args.steps,
+    }
+    print(", ".join(f"{name} {value}" for name, value in settings.items()))
+    print(format_rows(rows))
+    print("\nWhat the ceilings are made of, in ms:\n" + format_ceilings(rows))
+    if not args.no_profile:
+        print("\nWhere a step's time goes, in ms, with timers on:\n" + format_parts(rows))
+    if args.plot is not None:
+        draw(rows, args.plot)
+    print(json.dumps({"settings": settings, "rows": rows, "not_measured": not_measured}), flush=True)

@@ -30,7 +30,8 @@ SPEED_BUDGET_TOKENS = 1024
 
 def check_kernels(device: torch.device, kernels: Sequence[str]) -> list[dict[str, Any]]:
     """Every kernel and dtype over the device's shapes; `share` is the largest error over its tolerance."""
-    from oasis_tp.bench.kernel_cases import CASES, TOLERANCE, Case, worst
+    from oasis_tp.bench.kernel_cases import CASES, Case, worst
+    from oasis_tp.bench.kernel_tolerance import TOLERANCE
 
     if unknown := sorted(set(kernels) - set(CASES)):
         raise ValueError(f"--kernels {','.join(unknown)}: there is {','.join(CASES)}")
@@ -50,8 +51,8 @@ def check_kernels(device: torch.device, kernels: Sequence[str]) -> list[dict[str
 
 def check_step(device: torch.device, steps: int = 3) -> bool:
     """A decode step by the kernels against the engine's torch operations, in fp32: outputs, misses and residency."""
-    from oasis_tp.bench.kernel_cases import TOLERANCE
     from oasis_tp.bench.kernel_chain import DecodeLayer
+    from oasis_tp.bench.kernel_tolerance import TOLERANCE
 
     shape = {"num_rows": 2, "num_heads": 2, "group": 3, "head_dim": 64, "num_candidates": 40, "budget": 8}
     ours, theirs = (DecodeLayer(torch.float32, device, **shape) for _ in range(2))

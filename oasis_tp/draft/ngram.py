@@ -46,6 +46,10 @@ class NgramDrafter(Drafter):
         self.min_ngram, self.max_ngram = min_ngram, max_ngram
         self._indexes: dict[int, NgramIndex] = {}
 
+    @property
+    def device_bytes(self) -> int:
+        return 0
+
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[tuple[int, ...]]:
         return [self._propose(request, count) for request, count in zip(requests, counts, strict=True)]
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 import torch
 
 from oasis_tp.config import Config, SketchKind, SparsityConfig
-from oasis_tp.engine.drafting import draft
+from oasis_tp.engine.drafting import draft, learn
 from oasis_tp.engine.plan import StepPlan
 from oasis_tp.engine.report import EngineStats, add_ended, kv_stats
 from oasis_tp.engine.sampler import Sampled
@@ -147,8 +147,8 @@ class Engine:
             sampled = self.runner.run(plan, self.scheduler)
             ended = self.scheduler.commit(plan, sampled.token_ids)
             outputs += self._report(plan, sampled, ended)
-            self._draft(plan)
-            num_tokens = sum(map(len, sampled.token_ids))
+            self._draft(plan, sampled)
+            num_tokens = sum(output.token_id is not None for output in outputs)
         elif (refused := self.scheduler.refuse_stuck()) is not None:
             outputs.append(TokenOutput(request_id=refused, finish_reason=FinishReason.ERROR, error=STUCK))
         self._count(plan, num_tokens)
@@ -162,12 +162,14 @@ class Engine:
             if not state.resident:
                 self.runner.cache.residency.check_row(state.row)
 
-    def _draft(self, plan: StepPlan) -> None:
+    def _draft(self, plan: StepPlan, sampled: Sampled) -> None:
         """Drafts for the requests that decode next."""
         if self.drafter is None:
             return
         for row in plan.released_rows:
             self.drafter.release(row)
+        if self.drafter.feature_layers:
+            learn(self.drafter, plan, self.runner.features, sampled.token_ids)
         draft(self.drafter, self.tp, self.scheduler.wanted_drafts())
 
     def _exchange(self, wait: bool) -> tuple[list[RequestSpec | int], bool]:
@@ -217,20 +219,26 @@ class Engine:
         """The step's events. Ranks know alike who ended, so their tier statistics can be summed here."""
         stats_of_ended = kv_stats(self.runner, ended)
         kv = {request.request_id: stats for request, stats in zip(ended, stats_of_ended, strict=True)}
-        self._stats = add_ended(self._stats, stats_of_ended)
+        corrupted = sum(request.finish_reason is FinishReason.ERROR for request in ended)
+        self._stats = replace(
+            add_ended(self._stats, stats_of_ended), corrupted_requests=self._stats.corrupted_requests + corrupted
+        )
         outputs = []
         logprobs = sampled.logprobs or [[None] * len(tokens) for tokens in sampled.token_ids]
         for request, tokens, of_tokens in zip(plan.sampled, sampled.token_ids, logprobs, strict=True):
             reason = request.finish_reason
             if reason is not None:
                 self.runner.sampler.forget(request.request_id)
+            scores = sampled.prompt_logprobs.get(request.request_id)
+            silent = request.spec.sampling.max_tokens == 0
             for index, token_id in enumerate(tokens):
                 last = index == len(tokens) - 1
                 outputs.append(
                     TokenOutput(
                         request_id=request.request_id,
-                        token_id=token_id if token_id >= 0 else None,
-                        logprobs=of_tokens[index],
+                        token_id=token_id if token_id >= 0 and not silent else None,
+                        logprobs=None if silent else of_tokens[index],
+                        prompt_logprobs=None if scores is None or index else tuple(scores),
                         finish_reason=reason if last else None,
                         kv=kv.get(request.request_id) if last else None,
                         error=None if token_id >= 0 else "the model's output for this request was not a finite number",
@@ -250,6 +258,7 @@ class Engine:
             generation_tokens=before.generation_tokens + num_tokens,
             host_to_device_bytes=transfers.host_to_device_bytes if transfers else 0,
             device_to_host_bytes=transfers.device_to_host_bytes if transfers else 0,
+            drafts=before.drafts + sum(map(bool, plan.drafts)),
             exposed_wait_ns=transfers.exposed_wait_ns if transfers else 0,
             steps=before.steps + (not plan.is_empty),
             last_step_time=time.monotonic(),

@@ -10,11 +10,12 @@ from oasis_tp.config import MemoryConfig
 GIB = 2**30
 
 
-def available_host_bytes() -> int:
+def available_host_bytes(root: Path = Path("/")) -> int:
     """Memory a new allocation can count on: what the kernel calls available, or what the cgroup leaves, if less."""
-    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    meminfo = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
     available = int(meminfo["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    cgroup = root / "sys/fs/cgroup"
+    limit, used = cgroup / "memory.max", cgroup / "memory.current"
     if limit.exists() and used.exists() and limit.read_text().strip() != "max":
         available = min(available, int(limit.read_text()) - int(used.read_text()))
     return max(0, available)
@@ -30,10 +31,15 @@ def kv_memory(config: MemoryConfig, tp: TpGroup, reserved_bytes: int) -> tuple[i
     """
     available, ranks = available_host_bytes(), tp.local_size
     on_cpu = tp.device.type == "cpu"
-    host = available // 2 // ranks if config.host_kv_gb is None else int(config.host_kv_gb * GIB)
+    host_gib = config.host_gib(tp.size)
+    host = available // 2 // ranks if host_gib is None else int(host_gib * GIB)
     device = available // 4 // ranks if config.device_kv_gb is None else int(config.device_kv_gb * GIB)
     if (host + device * on_cpu) * ranks > available:
-        asked = {"--host-kv-gb": config.host_kv_gb, "--device-kv-gb": config.device_kv_gb if on_cpu else None}
+        asked = {
+            "--host-kv-gb": config.host_kv_gb,
+            "--kv-offloading-size": config.kv_offloading_size,
+            "--device-kv-gb": config.device_kv_gb if on_cpu else None,
+        }
         given = " ".join(f"{flag} {value:g}" for flag, value in asked.items() if value is not None)
         raise ValueError(
             f"{given}: {ranks} rank(s) on this host would take {(host + device * on_cpu) * ranks / GIB:.2f} GiB of its "

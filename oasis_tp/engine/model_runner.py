@@ -10,6 +10,7 @@ from oasis_tp.engine.kv_cache import KvCache
 from oasis_tp.engine.plan import PrefillChunk, StepPlan
 from oasis_tp.engine.sampler import Sampled, Sampler
 from oasis_tp.engine.scheduler import Scheduler
+from oasis_tp.engine.token_logprobs import PromptLogprobs, chunk_logprobs, is_finite
 from oasis_tp.models.llama import Attend, LlamaModel
 from oasis_tp.nn.attention import causal_mask
 from oasis_tp.request import Request
@@ -52,6 +53,11 @@ class ModelRunner:
         self.sampler = sampler
         self.states: dict[int, RowState] = {}
         self._prompt_ends: dict[int, PromptEnd] = {}
+        self.feature_layers: tuple[int, ...] = ()
+        """Layers whose entering hidden states a drafter wants."""
+        self.features: dict[int, torch.Tensor] = {}
+        """Those of the latest step's rows per request id, [T, layers * hidden], the layers side by side."""
+        self._prompt_logprobs: dict[int, PromptLogprobs] = {}  # by row, of prompts that are not done
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, scheduler: Scheduler) -> Sampled:
@@ -60,6 +66,7 @@ class ModelRunner:
         Returns tokens for each of `plan.sampled`, the same on every rank; logprobs at rank 0 only.
         """
         for row in plan.released_rows:
+            self._prompt_logprobs.pop(row, None)
             if (state := self.states.pop(row, None)) is not None:
                 self.cache.release(state)
         for parent_id in plan.dropped_prefixes:
@@ -72,6 +79,7 @@ class ModelRunner:
             self._begin(start.request, end, start.partial_source)
         if plan.num_tokens == 0 and not plan.sampled:
             return Sampled([], [])
+        self.features = {}
         logits = self._forward(plan) if plan.num_tokens else None
         sampled = self._sample(plan, logits)
         self._seal(plan, sampled)
@@ -103,14 +111,18 @@ class ModelRunner:
         positions: list[int] = []
         token_ids: list[int] = []
         is_probe: list[bool] = []
+        num_rows: dict[int, int] = {}
         for request, drafts, probes in zip(plan.decode, plan.drafts, plan.probes, strict=True):
             tokens = [request.output_ids[-1], *drafts, *probes]
             states += [self.states[request.row]] * len(tokens)
             positions += range(request.num_computed, request.num_computed + len(tokens))
             token_ids += tokens
             is_probe += [False] * (1 + len(drafts)) + [True] * len(probes)
+            num_rows[request.request_id] = len(tokens)
         batch = self.cache.prepare(states, positions, is_probe)
-        hidden = self._pass(token_ids, positions, lambda layer, q, k, v: self.cache.decode(layer, batch, q, k, v))
+        hidden = self._pass(
+            token_ids, positions, lambda layer, q, k, v: self.cache.decode(layer, batch, q, k, v), num_rows
+        )
         if not any(is_probe):
             return [hidden]
         return [hidden[[row for row, probe in enumerate(is_probe) if not probe]]]
@@ -123,14 +135,30 @@ class ModelRunner:
             chunk = segment.chunk
             token_ids += chunk.request.spec.prompt_ids[chunk.start : chunk.stop]
             positions += range(chunk.start, chunk.stop)
-        hidden = self._pass(token_ids, positions, lambda layer, q, k, v: self._attend(layer, q, k, v, segments))
+        num_rows = {segment.chunk.request.request_id: segment.last - segment.first for segment in segments}
+        hidden = self._pass(
+            token_ids, positions, lambda layer, q, k, v: self._attend(layer, q, k, v, segments), num_rows
+        )
+        for segment in segments:
+            request = segment.chunk.request
+            if request.spec.sampling.prompt_logprobs is not None:
+                scores = chunk_logprobs(self.model, hidden[segment.first : segment.last], segment.chunk)
+                self._prompt_logprobs.setdefault(request.row, []).extend(scores)
         return [hidden[segment.last - 1 : segment.last] for segment in segments if segment.end is not None]
 
-    def _pass(self, token_ids: list[int], positions: list[int], attend: Attend) -> torch.Tensor:
+    def _pass(
+        self, token_ids: list[int], positions: list[int], attend: Attend, num_rows: dict[int, int]
+    ) -> torch.Tensor:
+        """Hidden states [T, hidden]; `num_rows` of each request id, in the order of the rows."""
         device = self.model.device
-        return self.model.forward(
-            torch.tensor(token_ids, device=device), torch.tensor(positions, device=device), attend
+        features = dict.fromkeys(self.feature_layers, torch.empty(0)) if self.feature_layers else None
+        hidden = self.model.forward(
+            torch.tensor(token_ids, device=device), torch.tensor(positions, device=device), attend, features
         )
+        if features is not None:
+            side_by_side = torch.cat([features[layer] for layer in self.feature_layers], dim=-1)
+            self.features |= zip(num_rows, side_by_side.split(list(num_rows.values())), strict=True)
+        return hidden
 
     def _segment(self, chunk: PrefillChunk, first: int) -> Segment:
         mask = causal_mask(chunk.start, chunk.stop, self.model.dtype, self.model.device)
@@ -189,12 +217,22 @@ class ModelRunner:
                 assert first_logits is not None
                 rows.append(first_logits)
             sampled = self.sampler.sample(torch.stack(rows), requests, drafts)
+            self._add_prompt_logprobs(plan, sampled)
             for row, tokens in zip(message, sampled.token_ids, strict=True):
                 row[:] = torch.tensor(tokens + [NO_TOKEN] * (len(row) - len(tokens)))
         if requests:
             self.tp.broadcast(message)
         accepted = [[token for token in row if token != NO_TOKEN] for row in message.tolist()]
-        return Sampled(accepted, sampled.logprobs)
+        return Sampled(accepted, sampled.logprobs, sampled.prompt_logprobs)
+
+    def _add_prompt_logprobs(self, plan: StepPlan, sampled: Sampled) -> None:
+        """Rank 0: hand over those of prompts that end here; numbers that are not finite end their request."""
+        for request, tokens in zip(plan.sampled, sampled.token_ids, strict=True):
+            scores = self._prompt_logprobs.pop(request.row, None)
+            if scores is not None:
+                sampled.prompt_logprobs[request.request_id] = scores
+                if not is_finite(scores):
+                    tokens[:] = [-1]
 
     def _seal(self, plan: StepPlan, sampled: Sampled) -> None:
         """Seal the blocks that this step's committed tokens completed; rejected drafts complete nothing."""

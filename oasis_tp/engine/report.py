@@ -25,10 +25,14 @@ class EngineStats:
     host_blocks_total: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    drafts: int = 0
+    """Runs of tokens that a drafter proposed."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
     selected_blocks: int = 0
     missed_blocks: int = 0
+    corrupted_requests: int = 0
+    """Requests that ended because their numbers were not finite."""
     prefetch_used: int = 0
     prefetch_late: int = 0
     prefetch_wasted: int = 0

@@ -1,11 +1,12 @@
 """Sampler: rank 0 turns logits into tokens, each request with a random stream of its own."""
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from oasis_tp.engine.penalties import changes_logits, penalized
+from oasis_tp.engine.token_logprobs import PromptLogprobs, token_logprobs
 from oasis_tp.request import Request, SamplingParams, TokenLogprobs
 
 
@@ -15,6 +16,8 @@ class Sampled:
 
     token_ids: list[list[int]]
     logprobs: list[list[TokenLogprobs | None]]
+    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+    """By request id, of prompts that have ended."""
 
 
 class Sampler:
@@ -58,7 +61,9 @@ class Sampler:
                     token_id = _draw(adjusted, sampling, self._generator(request))
                 wanted = sampling.logprobs is not None and token_id >= 0
                 token_ids[-1].append(token_id)
-                logprobs[-1].append(_logprobs(logits[index], token_id, sampling.logprobs or 0) if wanted else None)
+                own_logits = logits[index : index + 1]
+                reported = token_logprobs(own_logits, [token_id], sampling.logprobs or 0)[0] if wanted else None
+                logprobs[-1].append(reported)
                 if index - row == len(own) or token_id != own[index - row]:
                     break
             row += len(own) + 1
@@ -101,13 +106,3 @@ def _draw(logits: torch.Tensor, sampling: SamplingParams, generator: torch.Gener
     height = torch.minimum(draw * ladder[-1], torch.nextafter(ladder[-1], torch.zeros_like(draw)))
     picked = int(torch.searchsorted(ladder, height, right=True))
     return picked if order is None else int(order[picked])
-
-
-def _logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:
-    """Of the model's own distribution: before penalties, temperature and truncation."""
-    logprobs = torch.log_softmax(logits.float(), dim=-1)
-    top: tuple[tuple[int, float], ...] = ()
-    if num_top:
-        best = torch.topk(logprobs, num_top)
-        top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-    return TokenLogprobs(logprob=float(logprobs[token_id]), top=top)

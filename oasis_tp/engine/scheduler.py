@@ -96,6 +96,7 @@ class Scheduler:
         wanted = spec.sampling.max_tokens
         if wanted is None:
             wanted = limits.max_model_len - num_prompt
+        wanted = max(wanted, 1)  # 0: one is drawn, so that numbers that are not finite are found, and not told
         if spec.hold:
             wanted = 0
         if num_prompt + wanted > limits.max_model_len:
@@ -139,7 +140,8 @@ class Scheduler:
             if request.request_id == parent and request.spec.fork_of is not None:
                 parent = request.spec.fork_of  # a fork of a fork has the same prompt to wait for
                 spec = replace(spec, fork_of=parent)
-        if parent is not None and not (self.limits.host_tier and self._prompt_of(parent) == spec.prompt_ids):
+        shares = self.limits.host_tier and spec.sampling.prompt_logprobs is None
+        if parent is not None and not (shares and self._prompt_of(parent) == spec.prompt_ids):
             spec = replace(spec, fork_of=None)
         self.waiting.append(self.make_request(spec))
 
@@ -328,8 +330,10 @@ class Scheduler:
     def _accept(self, request: Request, token_id: int) -> FinishReason | None:
         if token_id < 0:
             return FinishReason.ERROR
-        request.output_ids.append(token_id)
         sampling = request.spec.sampling
+        if sampling.max_tokens == 0:
+            return FinishReason.LENGTH
+        request.output_ids.append(token_id)
         if token_id in sampling.stop_token_ids:
             return FinishReason.STOP
         if token_id in self.limits.eos_token_ids and not sampling.ignore_eos:

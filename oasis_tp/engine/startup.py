@@ -15,6 +15,7 @@ from oasis_tp.engine.drafting import make_drafter
 from oasis_tp.engine.kv_cache import CacheShape, KvCache
 from oasis_tp.engine.memory import GIB, kv_memory
 from oasis_tp.engine.model_runner import ModelRunner
+from oasis_tp.engine.rank_table import rank_table
 from oasis_tp.engine.sampler import Sampler
 from oasis_tp.engine.scheduler import SchedulerLimits
 from oasis_tp.kv.blocks import runs_for
@@ -49,6 +50,9 @@ def start(config: Config, extra_sketches: tuple[SketchKind, ...]) -> Started:
         ValueError: a setting, model or machine that cannot work; raised on every rank.
     """
     tp = TpGroup.connect(config.parallel)
+    table = rank_table(tp)
+    if tp.rank == 0 and tp.size > 1:
+        print("\n".join(table), flush=True)
     model_dir, arch, max_model_len = _on_every_rank(tp, lambda: _find_model(config))
     dtype = _choose_dtype(config.model.dtype, arch, tp.device)
 
@@ -67,6 +71,8 @@ def start(config: Config, extra_sketches: tuple[SketchKind, ...]) -> Started:
     library = _on_every_rank(tp, lambda: _cpu_library(tp, dtype))
     with torch.inference_mode():
         model = _on_every_rank(tp, load)
+        # Before memory is planned: what it takes is no longer there.
+        drafter = _on_every_rank(tp, lambda: [make_drafter(config, model, model_dir, max_model_len)])[0]
         shape = _on_every_rank(tp, lambda: _plan_memory(config, model, max_model_len, extra_sketches))
         num_ahead = config.speculation.num_drafts + _num_probes(config, tp)
         shape = _agree(tp, shape, config.sparsity, num_ahead)
@@ -87,9 +93,10 @@ def start(config: Config, extra_sketches: tuple[SketchKind, ...]) -> Started:
         on_cuda=tp.device.type == "cuda",
         sparsity=config.sparsity,
     )
-    _print_capacity(config.sparsity, num_ahead, model, cache, shape)
+    _print_capacity(config.sparsity, num_ahead, model, cache, shape, drafter)
     runner = ModelRunner(model, cache, tp, Sampler(config.model.seed))
-    return Started(runner, make_drafter(config.speculation), limits, model_dir)
+    runner.feature_layers = drafter.feature_layers if drafter else ()
+    return Started(runner, drafter, limits, model_dir)
 
 
 def _num_probes(config: Config, tp: TpGroup) -> int:
@@ -213,22 +220,29 @@ def _agree(tp: TpGroup, shape: CacheShape, sparsity: SparsityConfig, num_drafts:
 
 
 def _print_capacity(
-    sparsity: SparsityConfig, num_drafts: int, model: LlamaModel, cache: KvCache, shape: CacheShape
+    sparsity: SparsityConfig,
+    num_drafts: int,
+    model: LlamaModel,
+    cache: KvCache,
+    shape: CacheShape,
+    drafter: Drafter | None,
 ) -> None:
     """One line per rank and what fits, printed by rank 0."""
     tp, capacity = model.tp, shape.capacity
     sketch = sum(tensor.nbytes for kind in cache.sketches.values() for tensor in kind.tensors())
     host = cache.transfers.host.kv.nbytes if cache.transfers else 0
-    figures = torch.zeros(tp.size, 4, dtype=torch.float64)
+    figures = torch.zeros(tp.size, 5, dtype=torch.float64)
     pages = capacity.num_pages * shape.layout.page_bytes
-    figures[tp.rank] = torch.tensor([weight_bytes(model), pages, sketch, host], dtype=torch.float64) / GIB
+    drafting = drafter.device_bytes if drafter else 0
+    figures[tp.rank] = torch.tensor([weight_bytes(model), pages, sketch, host, drafting], dtype=torch.float64) / GIB
     tp.sum_over_ranks(figures)
     if tp.rank != 0:
         return
-    for rank, (weights, device_kv, sketches, host_kv) in enumerate(figures.tolist()):
+    for rank, (weights, device_kv, sketches, host_kv, drafts) in enumerate(figures.tolist()):
+        drafter_figure = f", drafter {drafts:.2f} GiB (weights and KV)" if drafting else ""
         print(
             f"oasis_tp rank {rank}: weights {weights:.2f} GiB, device KV {device_kv:.2f} GiB "
-            f"({capacity.num_pages} pages), sketch {sketches:.3f} GiB, host KV {host_kv:.2f} GiB",
+            f"({capacity.num_pages} pages), sketch {sketches:.3f} GiB, host KV {host_kv:.2f} GiB" + drafter_figure,
             flush=True,
         )
     full = shape.layout.num_blocks(shape.max_model_len)

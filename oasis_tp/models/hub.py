@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,11 +35,14 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "oasis_tp"
 
 
-def resolve_model(name: str, revision: str | None = None) -> Path:
+def resolve_model(
+    name: str, revision: str | None = None, *, option: str = "--model", more_files: Sequence[str] = ()
+) -> Path:
     """The local directory of a model, after downloading and converting what is not there yet.
 
     `name` is the alias `smollm2`, a directory, a .gguf file, or a Hugging Face id (of which `revision` is a branch,
-    tag or commit). Safe to call from all ranks at once: one works, the others of its node wait.
+    tag or commit); `option` is where the user gave it. `more_files` are downloaded besides `WANTED_FILES`. Safe to
+    call from all ranks at once: one works, the others of its node wait.
 
     Raises:
         ValueError: nothing usable under that name; the message says what was tried.
@@ -49,32 +52,33 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ValueError(f"--model {name}: the directory has no config.json")
+            raise ValueError(f"{option} {name}: the directory has no config.json")
         return path
     if path.is_file():
         if path.suffix != ".gguf":
-            raise ValueError(f"--model {name}: a file must be a .gguf file; for safetensors give the directory")
+            raise ValueError(f"{option} {name}: a file must be a .gguf file; for safetensors give the directory")
         return _converted(path)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and path.suffix != ".gguf":
-        return _from_hugging_face(name, revision)
+        return _from_hugging_face(name, revision, option, more_files)
     raise ValueError(
-        f"--model {name}: no such directory or file, and neither an alias (smollm2) nor a Hugging Face id (owner/name)"
+        f"{option} {name}: no such directory or file, and neither an alias (smollm2) nor a Hugging Face id (owner/name)"
     )
 
 
-def _from_hugging_face(name: str, revision: str | None) -> Path:
+def _from_hugging_face(name: str, revision: str | None, option: str, more_files: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        found = snapshot_download(name, revision=revision, allow_patterns=WANTED_FILES, ignore_patterns=UNWANTED_FILES)
+        wanted = [*WANTED_FILES, *more_files]
+        found = snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=UNWANTED_FILES)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
-            f"--model {name}: no such directory here, and as a Hugging Face id it cannot be had "
+            f"{option} {name}: no such directory here, and as a Hugging Face id it cannot be had "
             f"({type(error).__name__}: {error})"
         ) from error
     if not (Path(found) / "config.json").is_file():
-        raise ValueError(f"--model {name}: the Hugging Face repository has no config.json")
+        raise ValueError(f"{option} {name}: the Hugging Face repository has no config.json")
     return Path(found)
 
 

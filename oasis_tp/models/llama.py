@@ -130,15 +130,24 @@ class LlamaModel:
         """Half-open ranges of token ids whose logits each rank holds, in rank order."""
         return self.head.ranges
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        features: dict[int, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         """token_ids and positions [T] int64 → hidden states [T, hidden] after the final norm, whole on every rank.
 
         Rows may belong to any mix of requests; only `attend` relates them. It gets contiguous tensors and must write
-        k and v where it wants to find them again.
+        k and v where it wants to find them again. `features` gets, for each layer index it has as a key, the hidden
+        states [T, hidden] that enter that layer.
         """
         rotary = self.rotary.at(positions)
         x = self.embedding.lookup(token_ids)
         for index, layer in enumerate(self.layers):
+            if features is not None and index in features:
+                features[index] = x.clone()
             x = layer.attention(index, x, layer.input_norm, rotary, attend)
             x = layer.mlp(x, layer.mlp_norm)
         return self.norm(x)

@@ -88,11 +88,12 @@ def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def load_arch(model_dir: Path, max_model_len: int | None = None) -> ModelArch:
+def load_arch(model_dir: Path, max_model_len: int | None = None, *, read_as: str | None = None) -> ModelArch:
     """Read `model_dir/config.json` as older checkpoints and as transformers 5 write it.
 
     `max_model_len` is the longest sequence that will be run, in tokens (None: the model's own window); a sliding
-    window no shorter than that changes nothing and is accepted.
+    window no shorter than that changes nothing and is accepted. `read_as` is an architecture that counts in place of
+    the one config.json names (draft heads name themselves in many ways).
 
     Raises:
         ValueError: an architecture, rope type, sliding window or other feature that is not supported; a key missing.
@@ -105,7 +106,7 @@ def load_arch(model_dir: Path, max_model_len: int | None = None) -> ModelArch:
             raise ValueError(f"{path} has no {key!r}")
         return int(config[key])
 
-    architecture = (config.get("architectures") or [f"model_type {config.get('model_type')}"])[0]
+    architecture = read_as or (config.get("architectures") or [f"model_type {config.get('model_type')}"])[0]
     family = FAMILIES.get(architecture)
     if family is None:
         raise ValueError(f"{path}: architecture {architecture!r} is not supported; supported: {', '.join(FAMILIES)}")

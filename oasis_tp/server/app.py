@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from oasis_tp import __version__
@@ -17,19 +17,22 @@ from oasis_tp.config import Config
 from oasis_tp.models.tokenizer import Tokenizer
 from oasis_tp.request import QueueFullError
 from oasis_tp.server.auth import KeyCheck
+from oasis_tp.server.body_limit import BodyLimit
 from oasis_tp.server.bridge import EngineBridge, EngineDeadError, OutputStream
-from oasis_tp.server.generation import Generation, prompt_texts
+from oasis_tp.server.generation import Generation, echoes
 from oasis_tp.server.metrics import CONTENT_TYPE, Metrics
 from oasis_tp.server.protocol import (
     ApiError,
     ChatRequest,
     ChoiceDelta,
     CompletionRequest,
+    blamed_field,
     check_model,
     response_head,
     usage,
     validation_error,
 )
+from oasis_tp.server.schemas import ERRORS, STREAM, ChatReply, CompletionReply, ModelList, Version
 from oasis_tp.server.tokens import tokenizer_routes
 from oasis_tp.validation import validate_sparsity
 
@@ -48,11 +51,12 @@ def create_app(bridge: EngineBridge, tokenizer: Tokenizer, config: Config, api_k
         bridge.attach()
         yield
 
-    app = FastAPI(title="oasis_tp", version=__version__, lifespan=lifespan)
+    app = FastAPI(title="oasis_tp", version=__version__, lifespan=lifespan, responses=ERRORS)
     metrics = Metrics(bridge)
     names = config.model.served_model_name or (config.model.model,)
     started = int(time.time())
     _add_error_handlers(app)
+    app.add_middleware(BodyLimit)
     if api_keys:
         app.add_middleware(KeyCheck, keys=api_keys)
     app.include_router(tokenizer_routes(tokenizer, names, bridge.max_model_len))
@@ -71,7 +75,7 @@ def create_app(bridge: EngineBridge, tokenizer: Tokenizer, config: Config, api_k
         except QueueFullError as error:
             raise ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(RETRY_AFTER_S)}) from error
         except ValueError as error:
-            raise ApiError(400, str(error)) from error
+            raise ApiError(400, str(error), blamed_field(str(error), body)) from error
         except EngineDeadError as error:
             raise ApiError(503, str(error), code="engine_dead") from error
         stream.watcher = asyncio.create_task(_close_on_disconnect(request, stream))
@@ -84,14 +88,14 @@ def create_app(bridge: EngineBridge, tokenizer: Tokenizer, config: Config, api_k
             return_kv_stats=body.return_kv_stats,
             metrics=metrics,
             arrival=request.state.arrival,
-            echoes=prompt_texts(body, tokenizer.backend) if isinstance(body, CompletionRequest) else (),
+            echoes=echoes(body, prompts, tokenizer.backend),
         )
 
     async def encode(texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         """In a worker thread: a long text must not hold up the event loop."""
         return await asyncio.to_thread(lambda: [tokenizer.encode(text, add_special_tokens) for text in texts])
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses={200: {"model": CompletionReply} | STREAM})
     async def completions(request: Request, body: CompletionRequest) -> Response:
         model = check_model(body.model, names)
         request.state.arrival = time.monotonic()
@@ -104,7 +108,7 @@ def create_app(bridge: EngineBridge, tokenizer: Tokenizer, config: Config, api_k
             return sse(_chunks(generation, head, ChoiceDelta.completion, body.include_usage, []))
         return await _whole(generation, head, ChoiceDelta.completion)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses={200: {"model": ChatReply} | STREAM})
     async def chat(request: Request, body: ChatRequest) -> Response:
         model = check_model(body.model, names)
         request.state.arrival = time.monotonic()
@@ -122,12 +126,12 @@ def create_app(bridge: EngineBridge, tokenizer: Tokenizer, config: Config, api_k
             return sse(_chunks(generation, head, ChoiceDelta.chat_chunk, body.include_usage, roles))
         return await _whole(generation, response_head("chatcmpl-", "chat.completion", model), ChoiceDelta.chat)
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", response_model=ModelList)
     async def models() -> dict[str, Any]:
         common = {"object": "model", "created": started, "owned_by": "oasis_tp", "max_model_len": bridge.max_model_len}
         return {"object": "list", "data": [{"id": name, **common} for name in names]}
 
-    @app.get("/health")
+    @app.get("/health", response_class=Response)
     async def health() -> Response:
         stats = bridge.stats()
         reason = bridge.dead
@@ -138,11 +142,11 @@ def create_app(bridge: EngineBridge, tokenizer: Tokenizer, config: Config, api_k
             raise ApiError(503, reason, code="engine_dead")
         return Response()
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics_text() -> Response:
         return Response(metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
-    @app.get("/version")
+    @app.get("/version", response_model=Version)
     async def version() -> dict[str, str]:
         return {"version": __version__}
 

@@ -6,14 +6,22 @@ from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
 
-from oasis_tp.request import FinishReason, SamplingParams, TokenOutput
+from oasis_tp.request import FinishReason, SamplingParams, TokenLogprobs, TokenOutput
 from oasis_tp.server.bridge import OutputStream
 from oasis_tp.server.detokenizer import REPLACEMENT, Detokenizer
 from oasis_tp.server.metrics import Metrics, OutputTimer
-from oasis_tp.server.protocol import ApiError, ChoiceDelta, CompletionRequest, TokenReport, TokenText
+from oasis_tp.server.protocol import ApiError, ChatRequest, ChoiceDelta, CompletionRequest, TokenReport, TokenText
 
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON has no word for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt as `echo` repeats it: its text as it was given, or as its ids read."""
+
+    text: str
+    token_ids: Sequence[int]
 
 
 @dataclass(slots=True)
@@ -32,7 +40,7 @@ class Assembler:
         num_choices: prompts times `sampling.n`.
         abort: ends a choice by index, when its stop string was found; its last output still comes.
         timers: makes a timer for each choice; None: nothing is timed.
-        echoes: a text for each choice that comes before its own; none: nothing does.
+        echoes: for each choice the prompt that comes before its own text; none: nothing does.
     """
 
     def __init__(
@@ -44,7 +52,7 @@ class Assembler:
         return_kv_stats: bool,
         abort: Callable[[int], None],
         timers: Callable[[], OutputTimer] | None = None,
-        echoes: Sequence[str] = (),
+        echoes: Sequence[Echo] = (),
     ) -> None:
         assert len(echoes) in (0, num_choices)
         self._echoes = dict(enumerate(echoes))
@@ -75,7 +83,11 @@ class Assembler:
             ApiError: the engine could not finish this choice.
         """
         choice, finish = self._choices[index], output.finish_reason
-        text, reports = self._echoes.pop(index, ""), None
+        echo = self._echoes.pop(index, None)
+        text = "" if echo is None else echo.text
+        reports = None
+        if echo is not None and output.prompt_logprobs is not None:
+            reports = self._prompt_reports(choice, echo, output.prompt_logprobs)
         was_stopped = choice.detokenizer.stopped
         if output.token_id is not None and not was_stopped:
             self.num_completion_tokens += 1
@@ -84,7 +96,7 @@ class Assembler:
             if finish is not FinishReason.STOP:  # the token that means the end is not text
                 text += choice.detokenizer.push(output.token_id)
             if output.logprobs is not None:
-                reports = [self._report(choice, output)]
+                reports = [*(reports or ()), self._report(choice, output.token_id, output.logprobs)]
         if finish is not None:
             text += choice.detokenizer.finish()
         if choice.detokenizer.stopped and finish is None and not was_stopped:
@@ -94,23 +106,30 @@ class Assembler:
         if finish is not None:
             choice.ended = True
             if choice.timer is not None:
-                choice.timer.finish(finish)
+                choice.timer.finish(finish, None if output.kv is None else output.kv.missed_mass)
         if finish is FinishReason.ERROR:
             raise ApiError(500, output.error or "the engine could not finish this request", code="engine_error")
         kv = dataclasses.asdict(output.kv) if self._return_kv_stats and output.kv is not None else None
         return ChoiceDelta(index=index, text=text, reports=reports, finish_reason=finish, kv=kv)
 
-    def _report(self, choice: _Choice, output: TokenOutput) -> TokenReport:
-        assert output.logprobs is not None and output.token_id is not None
-        token = self._token_text(output.token_id, output.logprobs.logprob)
+    def _prompt_reports(self, choice: _Choice, echo: Echo, logprobs: Sequence[TokenLogprobs]) -> list[TokenReport]:
+        first = self._report(choice, echo.token_ids[0], None)
+        rest = [self._report(choice, *pair) for pair in zip(echo.token_ids[1:], logprobs, strict=True)]
+        choice.num_token_chars = len(echo.text)
+        return [first, *rest]
+
+    def _report(self, choice: _Choice, token_id: int, logprobs: TokenLogprobs | None) -> TokenReport:
+        """`logprobs` None: nothing predicted this token."""
+        token = self._token_text(token_id, None if logprobs is None else logprobs.logprob)
         offset = choice.num_token_chars
         choice.num_token_chars += len(token.text)
-        return TokenReport(token, tuple(self._token_text(*pair) for pair in output.logprobs.top), offset)
+        top = () if logprobs is None else tuple(self._token_text(*pair) for pair in logprobs.top)
+        return TokenReport(token, top, offset)
 
-    def _token_text(self, token_id: int, logprob: float) -> TokenText:
+    def _token_text(self, token_id: int, logprob: float | None) -> TokenText:
         """A token alone; one that is no text by itself goes by its name in the vocabulary, which is unique."""
         text = self._tokenizer.decode([token_id], skip_special_tokens=False)
-        value = max(logprob, LOWEST_LOGPROB)
+        value = None if logprob is None else max(logprob, LOWEST_LOGPROB)
         if REPLACEMENT in text:
             return TokenText(self._tokenizer.id_to_token(token_id) or text, value, None)
         return TokenText(text, value, text.encode())
@@ -148,7 +167,7 @@ class Generation:
     metrics: Metrics
     arrival: float
     """time.monotonic() when the request came."""
-    echoes: Sequence[str] = ()
+    echoes: Sequence[Echo] = ()
     """See `Assembler`."""
     num_completion_tokens: int = field(default=0, init=False)
 
@@ -187,12 +206,16 @@ class Generation:
         return join_deltas(parts, self.sampling.logprobs is not None)
 
 
-def prompt_texts(body: CompletionRequest, tokenizer: Tokenizer) -> list[str]:
-    """What `echo` puts before each choice: its prompt, as it was given or as its ids read."""
-    if not body.echo:
+def echoes(body: CompletionRequest | ChatRequest, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer) -> list[Echo]:
+    """What comes before each choice: its prompt where the body asks for that, else nothing.
+
+    Args:
+        prompts: the body's prompts as token ids.
+    """
+    if not (isinstance(body, CompletionRequest) and body.echo):
         return []
-    texts = [
-        prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=False)
-        for prompt in body.prompts()
-    ]
-    return [text for text in texts for _ in range(body.n)]
+    found = []
+    for given, ids in zip(body.prompts(), prompts, strict=True):
+        text = given if isinstance(given, str) else tokenizer.decode(given, skip_special_tokens=False)
+        found += [Echo(text, ids)] * body.n
+    return found

@@ -12,6 +12,7 @@ from oasis_tp.server.bridge import EngineBridge
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 NEXT_TOKEN_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
+SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
 REQUEST_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
 
 
@@ -38,12 +39,14 @@ class EngineCollector:
         counters = {
             "prompt_tokens": ("Prompt tokens computed.", stats.prompt_tokens),
             "generation_tokens": ("Tokens generated.", stats.generation_tokens),
+            "spec_decode_num_drafts": ("Runs of tokens drafted.", stats.drafts),
             "spec_decode_num_draft_tokens": ("Drafted tokens verified.", stats.draft_tokens),
             "spec_decode_num_accepted_tokens": ("Drafted tokens that were right.", stats.accepted_tokens),
             "hot_block_hits": ("Selected blocks found on the device.", stats.selected_blocks - stats.missed_blocks),
             "hot_block_misses": ("Selected blocks fetched on the path.", stats.missed_blocks),
-            "host_to_device_bytes": ("KV bytes read from the host tier.", stats.host_to_device_bytes),
-            "device_to_host_bytes": ("KV bytes written to the host tier.", stats.device_to_host_bytes),
+            "corrupted_requests": ("Requests whose numbers were not finite.", stats.corrupted_requests),
+            "host_to_device_bytes": ("KV bytes read from the host tier, at rank 0.", stats.host_to_device_bytes),
+            "device_to_host_bytes": ("KV bytes written to the host tier, at rank 0.", stats.device_to_host_bytes),
             "copy_stall_seconds": ("What rank 0 waited for background copies.", stats.exposed_wait_ns / 1e9),
             "engine_steps": ("Steps run.", stats.steps),
         }
@@ -66,6 +69,10 @@ class Metrics:
         self.first_token = self._histogram("time_to_first_token", "From arrival to the first token.", FIRST_TOKEN_S)
         self.next_token = self._histogram("inter_token_latency", "Between two tokens of one output.", NEXT_TOKEN_S)
         self.request = self._histogram("e2e_request_latency", "From arrival to the last token.", REQUEST_S)
+        self.missed_mass = Histogram(
+            "oasis_tp:missed_mass", "Estimated share of attention that an output left out.", buckets=SHARES,
+            registry=self._registry,
+        )  # fmt: skip
         self.success = Counter(
             "oasis_tp:request_success", "Outputs that ended.", ["finished_reason"], registry=self._registry
         )
@@ -96,6 +103,8 @@ class OutputTimer:
             self._metrics.next_token.observe(now - self._last)
         self._last = now
 
-    def finish(self, reason: FinishReason) -> None:
+    def finish(self, reason: FinishReason, missed_mass: float | None = None) -> None:
+        if missed_mass is not None:
+            self._metrics.missed_mass.observe(missed_mass)
         self._metrics.request.observe(time.monotonic() - self._arrival)
         self._metrics.success.labels(reason.value).inc()

@@ -158,6 +158,7 @@ class _Request(StrictModel):
                 stop_token_ids=tuple(self.stop_token_ids),
                 ignore_eos=self.ignore_eos,
                 logprobs=self._logprobs(),
+                prompt_logprobs=self._prompt_logprobs(),
             )
         except ValueError as error:
             raise ApiError(400, str(error), param=str(error).split()[0]) from error
@@ -176,10 +177,13 @@ class _Request(StrictModel):
         return dataclasses.replace(base, **self.sparsity.model_dump(exclude_unset=True))
 
     def _max_tokens(self) -> int | None:
-        return self.max_tokens
+        raise NotImplementedError
 
     def _logprobs(self) -> int | None:
         raise NotImplementedError
+
+    def _prompt_logprobs(self) -> int | None:
+        return None
 
 
 class CompletionRequest(_Request):
@@ -194,13 +198,7 @@ class CompletionRequest(_Request):
     logprobs: int | None = None
     echo: bool = False
 
-    @model_validator(mode="after")
-    def _refuse_prompt_logprobs(self) -> "CompletionRequest":
-        if self.echo and self.logprobs is not None:
-            raise ApiError(400, "echo with logprobs (those of the prompt) is not supported", "echo")
-        return self
-
-    def prompts(self) -> list[str] | list[list[int]]:
+    def prompts(self) -> Sequence[str | list[int]]:
         """One entry per prompt. Raises: ApiError: there is none, or one is empty."""
         prompt: Any = self.prompt
         prompts = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
@@ -209,10 +207,15 @@ class CompletionRequest(_Request):
         return prompts
 
     def _max_tokens(self) -> int | None:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens is 0; allowed: a whole number from 1, or 0 with echo")
         return COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     def _logprobs(self) -> int | None:
         return self.logprobs
+
+    def _prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo else None
 
 
 class TextPart(StrictModel):
@@ -252,7 +255,14 @@ class ChatRequest(_Request):
         return plain_messages(self.messages)
 
     def _max_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        """Both names, the newer one first; each is refused by its own name."""
+        for name in ("max_completion_tokens", "max_tokens"):
+            value = getattr(self, name)
+            if value is not None:
+                if value < 1:
+                    raise ValueError(f"{name} is {value}; allowed: a whole number from 1")
+                return value
+        return None
 
     def _logprobs(self) -> int | None:
         if self.top_logprobs is not None and not self.logprobs:
@@ -264,16 +274,19 @@ class ChatRequest(_Request):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenText:
-    """One token's text and logprob, in words; `raw` is None when its bytes are no text by themselves."""
+    """One token's text and logprob, in words; `raw` is None when its bytes are no text by themselves.
+
+    A prompt's first token has no logprob: nothing predicted it.
+    """
 
     text: str
-    logprob: float
+    logprob: float | None
     raw: bytes | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenReport:
-    """A token with its alternatives, most likely first; `offset` counts characters of the output before it."""
+    """A token with its alternatives, most likely first; `offset` counts characters of the choice's text before it."""
 
     token: TokenText
     top: tuple[TokenText, ...]
@@ -284,9 +297,16 @@ def completion_logprobs(reports: list[TokenReport]) -> dict[str, Any]:
     return {
         "tokens": [report.token.text for report in reports],
         "token_logprobs": [report.token.logprob for report in reports],
-        "top_logprobs": [{token.text: token.logprob for token in report.top} for report in reports],
+        "top_logprobs": [_top_by_text(report) for report in reports],
         "text_offset": [report.offset for report in reports],
     }
+
+
+def _top_by_text(report: TokenReport) -> dict[str, float | None] | None:
+    """Of tokens that read alike the likeliest counts."""
+    if report.token.logprob is None:
+        return None
+    return {token.text: token.logprob for token in reversed(report.top)}
 
 
 def chat_logprobs(reports: list[TokenReport]) -> dict[str, Any]:
@@ -348,6 +368,17 @@ class ChoiceDelta:
     def _choice(self, body: dict[str, Any]) -> dict[str, Any]:
         choice = {"index": self.index, **body, "finish_reason": self.finish_reason}
         return choice if self.kv is None else choice | {"kv": self.kv}
+
+
+def blamed_field(message: str, body: CompletionRequest | ChatRequest) -> str | None:
+    """The field of the body that a refusal of the engine begins with, under the name that this route has for it."""
+    word = message.split(maxsplit=1)[0]
+    name = word.split(".")[0]
+    if name == "prompt" and isinstance(body, ChatRequest):
+        return "messages"
+    if name in SparsityOverride.model_fields:
+        return f"sparsity.{name}"
+    return word if name in type(body).model_fields else None
 
 
 def check_model(name: str | None, served: Sequence[str]) -> str:

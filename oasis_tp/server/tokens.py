@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from oasis_tp.models.tokenizer import Tokenizer
 from oasis_tp.server.protocol import ApiError, Message, StrictModel, TokenId, check_model, plain_messages
+from oasis_tp.server.schemas import DetokenizeReply, TokenizeReply
 
 
 class TokenizeRequest(StrictModel):
@@ -40,7 +41,7 @@ def tokenizer_routes(tokenizer: Tokenizer, names: Sequence[str], max_model_len: 
     """The routes, in the shapes that vLLM gave them (lm-eval's remote tokenizer speaks these)."""
     router = APIRouter()
 
-    @router.post("/tokenize")
+    @router.post("/tokenize", response_model=TokenizeReply)
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         check_model(body.model, names)
         text, special = body.prompt, True
@@ -56,7 +57,7 @@ def tokenizer_routes(tokenizer: Tokenizer, names: Sequence[str], max_model_len: 
         names_of_ids = [tokenizer.backend.id_to_token(token) for token in ids] if body.return_token_strs else None
         return {"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": names_of_ids}
 
-    @router.post("/detokenize")
+    @router.post("/detokenize", response_model=DetokenizeReply)
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         check_model(body.model, names)
         unknown = [token for token in body.tokens if tokenizer.backend.id_to_token(token) is None]

@@ -11,7 +11,6 @@ from oasis_tp.kernels import cpu
 from oasis_tp.kv.device_pool import DevicePool
 from oasis_tp.kv.residency import NOTHING, Residency
 from oasis_tp.kv.transfers import Transfers, Wanted
-from oasis_tp.sparse.select import scanned_blocks
 from oasis_tp.sparse.sketch import Sketch
 
 CpuRow = cpu.Row
@@ -85,7 +84,6 @@ class CpuDecode:
             first=candidates[0],
             last=candidates[1],
             budget=-1 if budget is None else budget,
-            scan=0 if budget is None else scanned_blocks(candidates[1] - candidates[0], budget),
             **numbers,
         )
 

@@ -6,9 +6,6 @@ import torch
 
 from oasis_tp.sparse.sketch import Sketch, top_blocks
 
-FULL_SCAN_BLOCKS = 1024
-"""Up to so many candidates the codes of all are read."""
-
 
 @dataclass(frozen=True, slots=True)
 class Selection:
@@ -30,24 +27,13 @@ def select_blocks(sketch: Sketch, layer: int, candidate_ids: torch.Tensor, q: to
         candidate_ids: host blocks of the row's candidates in ascending block order, [n] int64, n > budget.
         q: the row's roped queries [head, group, head_dim].
     """
-    estimates = sketch.score(layer, candidate_ids, q, scanned_blocks(candidate_ids.numel(), budget))
-    scores = sketch.group_scores(estimates)
+    scores = sketch.group_scores(sketch.score(layer, candidate_ids, q))
     chosen = top_blocks(scores, budget)
     if not sketch.has_tail:
         return Selection(chosen, scores, None, None)
     logits, values = sketch.tail(layer, candidate_ids, q)
     taken = chosen[:, None, :].expand(-1, logits.shape[1], -1)
     return Selection(chosen, scores, logits.scatter(2, taken, float("-inf")), values)
-
-
-def scanned_blocks(num_candidates: int, budget: int) -> int:
-    """How many candidates have their tokens' codes read; the others keep the score of their mean key.
-
-    Coarse to fine: past FULL_SCAN_BLOCKS a quarter of the candidates, four budgets at least, the best by their means.
-    """
-    if num_candidates <= FULL_SCAN_BLOCKS:
-        return num_candidates
-    return min(num_candidates, max(4 * budget, num_candidates // 4))
 
 
 def rank_blocks(sketch: Sketch, layer: int, candidate_ids: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

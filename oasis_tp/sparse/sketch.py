@@ -111,7 +111,7 @@ class Sketch:
         codes, token_scales = self._encode(rotate(k - dequantised_mean))
         return [codes, token_scales, means, mean_scales]
 
-    def score(self, layer: int, block_ids: torch.Tensor, q: torch.Tensor, scan: int | None = None) -> torch.Tensor:
+    def score(self, layer: int, block_ids: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         """Estimated log of each block's attention mass under one row's queries.
 
         2bit, 1bit: logsumexp over the block's tokens of the estimated q·k / sqrt(D). minmax: Quest's upper bound of
@@ -120,14 +120,10 @@ class Sketch:
         Args:
             block_ids: [n] int64, sealed blocks.
             q: [H, G, D] roped queries of one row, by KV head and position in its group.
-            scan: read the codes of so many blocks per KV head, the best by their mean keys; the others keep what the
-                mean says. None: of all. minmax knows no such difference.
 
         Returns:
             [H, G, n] fp32.
         """
-        if scan is not None and scan < block_ids.numel() and self.has_tail:
-            return self._score_best(layer, block_ids, q, scan)
         q = q.float() / math.sqrt(self.head_dim)
         chunk = _SCORE_CHUNK_BLOCKS[q.device.type]
         chunk_scores = self._score_tokens if self.has_tail else self._score_bounds
@@ -159,13 +155,6 @@ class Sketch:
             [H, n] fp32 in the log domain, so that small shares keep their order.
         """
         return torch.log_softmax(block_scores, -1).amax(1)
-
-    def _score_best(self, layer: int, block_ids: torch.Tensor, q: torch.Tensor, scan: int) -> torch.Tensor:
-        scores = self.tail(layer, block_ids, q)[0]
-        best = top_blocks(self.group_scores(scores), scan)  # [H, scan]
-        for head, chosen in enumerate(best):
-            scores[head, :, chosen] = self.score(layer, block_ids[chosen], q)[head]
-        return scores
 
     def _score_bounds(self, layer: int, block_ids: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         bounds = self.bounds[layer].index_select(0, block_ids).transpose(0, 1).flatten(2).float()  # [H, n, 2 D]

@@ -183,7 +183,12 @@ def mixed_ends(llm: LLM) -> dict[int, str]:
         ids = [rng.randrange(3, 310) for _ in range(rng.choice((5, 40, 200, 333)))]
         if request_id % 7 == 3:
             ids[len(ids) // 2] = poison
-        sampling = SamplingParams(max_tokens=rng.choice((1, 17, 60)), temperature=0.0, ignore_eos=request_id % 2 == 0)
+        sampling = SamplingParams(
+            max_tokens=rng.choice((1, 17, 60)),
+            temperature=0.0,
+            ignore_eos=request_id % 2 == 0,
+            prompt_logprobs=1 if request_id % 6 == 2 else None,
+        )
         fork_of = request_id - 1 if request_id % 5 == 4 else None
         if fork_of is not None:
             ids = list(llm.engine.scheduler.waiting[-1].spec.prompt_ids) if llm.engine.scheduler.waiting else ids
@@ -203,9 +208,10 @@ def mixed_ends(llm: LLM) -> dict[int, str]:
     assert scheduler.pages.num_free == scheduler.pages.num_pages
     assert scheduler.runs.num_free == scheduler.runs.num_runs
     assert not llm.engine.runner.states and not llm.engine.runner._prompt_ends
+    assert not llm.engine.runner._prompt_logprobs
     # A poisoned neighbour harms nobody: only the poisoned end in errors, and all that ran to a token do.
     errors = {request_id for request_id, reason in ends.items() if reason == "error"}
-    assert errors and errors <= poisoned
+    assert errors and errors <= poisoned and len(errors) == llm.engine.stats().corrupted_requests
     assert all(ends[request_id] in ("error", "abort") for request_id in poisoned)
     return ends
 

@@ -44,6 +44,7 @@ def requests() -> list[dict[str, Any]]:
         ]
         if number % 3:
             url, body = "/v1/completions", {"prompt": prompt, "logprobs": 2 if number % 2 else None}
+            body["echo"] = number % 4 == 1
         else:
             url, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": prompt}]}
         made.append({"custom_id": f"req-{number}", "method": "POST", "url": url, "body": common | body})

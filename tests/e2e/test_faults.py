@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -59,13 +60,45 @@ def serving(model: Path, **environment: str) -> Iterator[tuple[subprocess.Popen[
         process.communicate()
 
 
+class HealthWatch:
+    """Asks /health all the time; `statuses` are its answers, in order, without repetitions (0: no answer)."""
+
+    def __init__(self, url: str) -> None:
+        self.statuses: list[int] = []
+        self._url = url
+        self._answered, self._stopped = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> "HealthWatch":
+        self._thread.start()
+        assert self._answered.wait(30)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(0.1):
+            try:
+                status = httpx.get(f"{self._url}/health", timeout=30).status_code
+            except httpx.TransportError:
+                status = 0
+            if self.statuses[-1:] != [status]:
+                self.statuses.append(status)
+            self._answered.set()
+
+
 def check_fault(fault: str, rank: int, model: Path, **environment: str) -> None:
     before = set(os.listdir("/dev/shm"))
     with serving(model, **environment) as (launcher, url, ranks):
         assert len(ranks) == 2
         body = {"prompt": "the quick brown fox", "max_tokens": 16000, "ignore_eos": True, "stream": True}
         events: list[str] = []
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as reply:
+        with (
+            HealthWatch(url) as health,
+            httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as reply,
+        ):
             lines = reply.iter_lines()
             events.append(next(lines))
             assert "text" in events[0]
@@ -75,20 +108,21 @@ def check_fault(fault: str, rank: int, model: Path, **environment: str) -> None:
             try:
                 events += [line for line in lines if line]
             except httpx.TransportError:
-                assert rank == 0, "only a server that is gone may leave its clients without a word"
+                assert (fault, rank) == ("kill", 0), "only a server that is gone may leave its clients without a word"
                 events.append("gone")
-        assert time.monotonic() - started < TOLD_WITHIN_S
-        if rank != 0:
+            assert time.monotonic() - started < TOLD_WITHIN_S
+            if (fault, rank) == ("stop", 1):
+                ranks[rank].send_signal(signal.SIGCONT)  # the launcher would kill it after 30 s
+            assert launcher.stdout is not None
+            log = launcher.stdout.read()
+            assert launcher.wait(40) != 0
+        if events[-1] != "gone":
+            assert health.statuses == [200, 503, 0]
             assert events[-1] == "data: [DONE]"
             error = json.loads(events[-2].removeprefix("data: "))["error"]
             assert error["type"] == "server_error" and "kernel" not in error["message"], "the cause is for the log"
         else:
-            assert events[-1] == "gone"
-        if fault == "stop":
-            ranks[rank].send_signal(signal.SIGCONT)  # the launcher would kill it after 30 s
-        assert launcher.stdout is not None
-        log = launcher.stdout.read()
-        assert launcher.wait(40) != 0
+            assert health.statuses == [200, 0]
         if fault == "stop":
             assert "no step for" in log and "most recent call first" in log
         if fault == "raise":
@@ -103,17 +137,7 @@ def check_fault(fault: str, rank: int, model: Path, **environment: str) -> None:
     assert not left
 
 
-def test_a_killed_rank(model: Path) -> None:
-    check_fault("kill", 1, model)
-
-
-def test_a_killed_server(model: Path) -> None:
-    check_fault("kill", 0, model)
-
-
-def test_a_stopped_rank(model: Path) -> None:
-    check_fault("stop", 1, model)
-
-
-def test_a_rank_that_raises(model: Path) -> None:
-    check_fault("raise", 1, model, FAIL_RANK="1")
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("fault", ["kill", "stop", "raise"])
+def test_a_fault_on_a_rank_is_told_and_leaves_nothing_behind(model: Path, fault: str, rank: int) -> None:
+    check_fault(fault, rank, model, **({"FAIL_RANK": str(rank)} if fault == "raise" else {}))

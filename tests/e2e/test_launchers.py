@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -37,6 +38,8 @@ def generate(model: Path, launcher: list[str | Path], **environment: str) -> dic
     )  # fmt: skip
     lines = [line[line.index("{") :] for line in result.stdout.splitlines() if '{"text"' in line]
     assert result.returncode == 0 and len(lines) == 1, result.stdout + result.stderr
+    table = re.findall(r"oasis_tp +(\w+)  (\S+) +(?:\d+|pid) +(\w+) +\S+$", result.stdout, re.M)
+    assert [(rank, device) for rank, _, device in table] == [("rank", "device"), ("0", "cpu"), ("1", "cpu")]
     return json.loads(lines[0])
 
 

@@ -73,15 +73,28 @@ def test_srun_gives_the_tokens_of_one_rank(running: Cluster, model: Path, capfd:
     assert one == two and len(one[0]) == 24
 
 
-def test_a_preempted_job_is_requeued_and_ends_with_every_answer(
-    running: Cluster, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    undisturbed, output = tmp_path / "undisturbed.jsonl", tmp_path / "out.jsonl"
-    files = ["-i", str(write_input(tmp_path / "in.jsonl")), "-o"]
-    assert batch([str(model), *files, str(undisturbed), *OPTIONS]) == 0
-    capsys.readouterr()
+@pytest.fixture(scope="module")
+def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, int]]:
+    """The answers of one rank that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    files = ["-i", str(write_input(folder / "in.jsonl")), "-o", str(folder / "out.jsonl")]
+    assert batch([str(model), *files, *OPTIONS]) == 0
+    return answers(folder / "out.jsonl")
 
-    own = ["batch", "--tasks-per-node", "2", "--time", "10:00", "--python", sys.executable]
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_a_preempted_job_is_requeued_and_ends_with_every_answer(
+    launcher: str,
+    running: Cluster,
+    model: Path,
+    undisturbed: dict[str, tuple[str, int]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output = tmp_path / "out.jsonl"
+    files = ["-i", str(write_input(tmp_path / "in.jsonl")), "-o"]
+    own = ["batch", "--tasks-per-node", "2", "--time", "10:00", "--python", sys.executable, "--launcher", launcher]
+    capsys.readouterr()
     assert slurm.main([*own, "--", str(model), *files, str(output), *OPTIONS]) == 0
     script = tmp_path / "job.sbatch"
     script.write_text(capsys.readouterr().out.replace("srun ", "srun --overcommit "))  # the host may have one core
@@ -104,7 +117,7 @@ def test_a_preempted_job_is_requeued_and_ends_with_every_answer(
     running.run("scontrol", "update", f"JobId={job}", "StartTime=now")
     wait_for(lambda: running.state(job).split("/")[0] == "COMPLETED", f"the end: {log()}", 120)
     assert running.state(job) == "COMPLETED/1"
-    assert answers(output) == answers(undisturbed)
+    assert answers(output) == undisturbed and len(undisturbed) == NUM_REQUESTS
     assert {name: first[name] for name in first} == {name: answers(output)[name] for name in first}
     status = json.loads((tmp_path / "out.jsonl.status.json").read_text())
     assert (status["state"], status["completed"], status["resumed"]) == ("completed", NUM_REQUESTS, len(first))

@@ -411,3 +411,19 @@ def test_in_paper_mode_a_row_attends_what_was_brought_before_it(library: ctypes.
                 torch.testing.assert_close(output[layer, head].double(), want[head], atol=TOLERANCE, rtol=0)
     assert state.stats.missed_blocks == missed > 0
     assert state.stats.prefetched[1] > 0 == state.stats.prefetched[2], "a row of this mode waits for what was ordered"
+
+
+@torch.inference_mode()
+def test_where_the_budget_covers_the_context_no_sketch_is_read(library: ctypes.CDLL | None) -> None:
+    """A step then does what a dense one does, to the bit, whatever the sketches hold."""
+    outputs = []
+    for how in ({"attention": "dense"}, {"budget_tokens": 400}):
+        truth = make_truth(150, 20, prefetch="on", **how)
+        rig = Rig(library)
+        _, state = rig.admit(truth, 1.0)
+        rig.prefill(truth, state, 400)
+        for tensor in rig.cache.sketches["2bit"].tensors():
+            tensor.fill_(torch.nan if tensor.is_floating_point() else 1)
+        outputs.append([torch.cat(rig.decode([truth], [state], index)) for index in range(20)])
+        assert state.stats.selected_blocks == int(state.stats.prefetched.sum()) == 0
+    assert all(torch.equal(*pair) for pair in zip(*outputs, strict=True))

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from oasis_tp.bench import kernel_cases
-from oasis_tp.bench.kernel_cases import CASES, TOLERANCE, Case
+from oasis_tp.bench.kernel_cases import CASES, Case
+from oasis_tp.bench.kernel_tolerance import TOLERANCE
 from oasis_tp.kernels import reference
 from oasis_tp.kernels.launch import check_head_dim
 from oasis_tp.kv.residency import NOTHING, Residency

@@ -48,10 +48,16 @@ class FakeStats:
     host_blocks_total: int = 2
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    drafts: int = 1
     draft_tokens: int = 4
     accepted_tokens: int = 2
     selected_blocks: int = 10
     missed_blocks: int = 3
+    corrupted_requests: int = 0
+    prefetch_used: int = 0
+    prefetch_late: int = 0
+    prefetch_wasted: int = 0
+    exposed_wait_ns: int = 0
     host_to_device_bytes: int = 0
     device_to_host_bytes: int = 0
     steps: int = 0
@@ -99,11 +105,11 @@ class FakeEngine:
 
     def submit(self, spec: RequestSpec) -> None:
         if not spec.prompt_ids:
-            raise ValueError("the prompt is empty")
+            raise ValueError("prompt is empty")
         if len(spec.prompt_ids) >= self.max_model_len:
-            raise ValueError(f"the prompt has {len(spec.prompt_ids)} tokens; max_model_len is {self.max_model_len}")
+            raise ValueError(f"prompt has {len(spec.prompt_ids)} tokens; max_model_len is {self.max_model_len}")
         if not all(0 <= token < self.vocab_size for token in spec.prompt_ids):
-            raise ValueError("a token id is outside the vocabulary")
+            raise ValueError("prompt has a token id outside the vocabulary")
         with self._change:
             if len(self._live) >= 8:
                 raise QueueFullError("8 requests are waiting")
@@ -168,10 +174,19 @@ class FakeEngine:
         if spec.sampling.logprobs is not None:
             top = ((token, -0.5), (65, float("-inf")), (200, -3.0))[: spec.sampling.logprobs]
             logprobs = TokenLogprobs(logprob=-0.5, top=top)
+        scores = None
+        if spec.sampling.prompt_logprobs is not None and self._live[request_id] == 1:
+            scores = tuple(
+                TokenLogprobs(logprob=-0.25, top=((token, -0.25), (65, -2.0))[: spec.sampling.prompt_logprobs])
+                for token in spec.prompt_ids[1:]
+            )
+        if spec.sampling.max_tokens == 0:
+            token, logprobs, finish = None, None, FinishReason.LENGTH
         return TokenOutput(
             request_id=request_id,
             token_id=token,
             logprobs=logprobs,
+            prompt_logprobs=scores,
             finish_reason=finish,
             kv=None if finish is None else KV,
         )

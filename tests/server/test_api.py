@@ -4,10 +4,13 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
+
+from oasis_tp.server.body_limit import MAX_BODY_BYTES
 
 ANSWER = "Grüße, 😀 world! END of story"
 PROMPT = "Say it:"
@@ -164,6 +167,32 @@ def test_echo_puts_the_prompt_first_once(served: Any, prompt: Any) -> None:
     assert texts == [first + ANSWER] * 4
 
 
+@pytest.mark.parametrize("prompt", [PROMPT, [50, 64, 88, 256]])
+@pytest.mark.parametrize("max_tokens", [0, 2])
+def test_echo_reports_the_prompt_s_logprobs(served: Any, prompt: Any, max_tokens: int) -> None:
+    ids = served.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    names = [served.engine.tokenizer.backend.decode([token], skip_special_tokens=False) for token in ids]
+    body = {"model": "tiny", "prompt": [prompt, prompt], "max_tokens": max_tokens, "echo": True, "logprobs": 2}
+    reply = served.openai.completions.create(**body)
+    for choice in reply.choices:
+        logprobs = choice.logprobs
+        assert choice.text == "".join(names) + ANSWER[:max_tokens]
+        assert logprobs.tokens[: len(ids)] == names
+        assert logprobs.token_logprobs == [None] + [-0.25] * (len(ids) - 1) + [-0.5] * max_tokens
+        assert logprobs.top_logprobs[0] is None and len(logprobs.top_logprobs) == len(ids) + max_tokens
+        other = served.engine.tokenizer.backend.decode([65])
+        assert logprobs.top_logprobs[1] == {names[1]: -0.25, other: -2.0}
+        assert logprobs.text_offset == [len("".join(logprobs.tokens[:index])) for index in range(len(logprobs.tokens))]
+        assert choice.finish_reason == "length"
+    assert reply.usage.completion_tokens == 2 * max_tokens
+    chunks = list(served.openai.completions.create(**body, stream=True))
+    for index, choice in enumerate(reply.choices):
+        deltas = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
+        assert "".join(delta.text for delta in deltas) == choice.text
+        reports = [delta.logprobs for delta in deltas if delta.logprobs]
+        assert [value for report in reports for value in report.token_logprobs] == choice.logprobs.token_logprobs
+
+
 HORRORS = [
     ({"prompt": ""}, "prompt"),
     ({"prompt": []}, "prompt"),
@@ -177,9 +206,9 @@ HORRORS = [
     ({"prompt": [1.5]}, "prompt"),
     ({"prompt": [True]}, "prompt"),
     ({"prompt": {"a": 1}}, "prompt"),
-    ({"prompt": [-1]}, None),
-    ({"prompt": [257]}, None),
-    ({"prompt": [10**30]}, None),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [257]}, "prompt"),
+    ({"prompt": [10**30]}, "prompt"),
     ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
     ({"prompt": "x", "max_tokens": -1}, "max_tokens"),
     ({"prompt": "x", "max_tokens": 2**40}, "max_tokens"),
@@ -204,19 +233,23 @@ HORRORS = [
     ({"prompt": "x", "frequency_penalty": 2.5}, "frequency_penalty"),
     ({"prompt": "x", "presence_penalty": -2.5}, "presence_penalty"),
     ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty"),
-    ({"prompt": "x", "echo": True, "logprobs": 1}, "echo"),
+    ({"prompt": "x", "echo": True, "max_tokens": -1}, "max_tokens"),
+    ({"messages": CHAT, "max_tokens": 0}, "max_tokens"),
+    ({"messages": CHAT, "max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"messages": CHAT, "max_completion_tokens": 0, "max_tokens": 5}, "max_completion_tokens"),
     ({"prompt": "x", "logit_bias": {"-5": 1}}, "logit_bias"),
     ({"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias"),
     ({"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias"),
     ({"prompt": "x", "logit_bias": {"5": 1, "05": 1}}, "logit_bias"),
     ({"prompt": "x", "logit_bias": [1]}, "logit_bias"),
     ({"prompt": "x", "temprature": 1}, "temprature"),
-    ({"prompt": "x", "sparsity": {"budget_tokens": 0}}, None),
-    ({"prompt": "x", "sparsity": {"recent_tokens": 1}}, None),
+    ({"prompt": "x", "sparsity": {"budget_tokens": 0}}, "sparsity.budget_tokens"),
+    ({"prompt": "x", "sparsity": {"recent_tokens": 1}}, "sparsity.recent_tokens"),
     ({"prompt": "x", "sparsity": {"sketch": "3bit"}}, "sparsity.sketch"),
     ({"prompt": "x", "sparsity": {"hot_factor": 2}}, "sparsity.hot_factor"),
     ({"prompt": "x", "sparsity": {"budget": 2}}, "sparsity.budget"),
     ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user", "content": "x" * 64}]}, "messages"),
     ({"messages": "hi"}, "messages"),
     ({"messages": [{"role": "user"}]}, "messages.0.content"),
     ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
@@ -263,6 +296,23 @@ def test_malformed_bodies_are_400(served: Any, content: bytes) -> None:
     reply = served.http.post(path, content=content, headers={"Content-Type": "application/json"})
     assert reply.status_code == 400 and reply.json()["error"]["message"], reply.text
     assert not served.engine.specs
+
+
+def chunked(num_bytes: int) -> Iterator[bytes]:
+    """A body that does not say how long it is."""
+    for _ in range(0, num_bytes, 2**16):
+        yield b" " * 2**16
+
+
+def test_a_body_that_no_request_needs_is_not_read(served: Any) -> None:
+    too_long = MAX_BODY_BYTES + 2**16
+    headers = {"Content-Type": "application/json"}
+    for content in (b" " * too_long, chunked(too_long)):
+        reply = served.http.post("/v1/completions", content=content, headers=headers)
+        assert (reply.status_code, reply.json()["error"]["type"]) == (413, "invalid_request_error")
+        assert str(MAX_BODY_BYTES) in reply.json()["error"]["message"]
+    padded = b" " * (MAX_BODY_BYTES - 100) + b'{"prompt": "x"}'
+    assert served.http.post("/v1/completions", content=padded, headers=headers).status_code == 200
 
 
 def test_too_long_names_both_numbers_and_unknown_model_is_404(served: Any) -> None:
@@ -344,7 +394,11 @@ def test_metrics(served: Any) -> None:
         "oasis_tp:kv_cache_usage_perc 0.25",
         "oasis_tp:generation_tokens_total 5.0",
         "oasis_tp:hot_block_hits_total 7.0",
+        "oasis_tp:spec_decode_num_drafts_total 1.0",
         "oasis_tp:hot_block_misses_total 3.0",
+        "oasis_tp:corrupted_requests_total 0.0",
+        "oasis_tp:missed_mass_count 1.0",
+        'oasis_tp:missed_mass_bucket{le="0.01"} 1.0',
         "oasis_tp:time_to_first_token_seconds_count 1.0",
         "oasis_tp:inter_token_latency_seconds_count 4.0",
         "oasis_tp:e2e_request_latency_seconds_count 1.0",

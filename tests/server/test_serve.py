@@ -22,12 +22,12 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(oasis_tp.__file__).parents[1]
 @contextmanager
 def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server that has printed its ready line, and its address."""
-    command = [sys.executable, str(SCRIPT), *arguments, "--port", "0"]
+    command = [sys.executable, str(SCRIPT), "--port", "0", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
-        match = re.search(r"ready: (http://\S+)", line)
+        match = re.search(r"ready: (\S+)", line)
         assert match is not None, line + (process.communicate(timeout=60)[1] if not line else "")
         yield process, match[1]
     finally:
@@ -74,6 +74,25 @@ def test_an_engine_that_hangs_tells_open_requests_prints_its_stacks_and_exits_1(
         (said,) = [json.loads(line) for line in log.splitlines() if line.startswith("{") and "no step" in line]
         assert (said["level"], said["rank"]) == ("ERROR", 0)
         assert "most recent call first" in log and "fake_engine.py" in log, "where it hangs"
+
+
+def test_a_unix_socket_in_place_of_a_port(tmp_path: Path) -> None:
+    path = tmp_path / "oasis.sock"
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))  # a server that was killed leaves its file
+    with running("model", "--uds", str(path)) as (process, url):
+        assert url == f"unix:{path}"
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://oasis", timeout=30) as client:
+            assert client.get("/health").status_code == 200
+            assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+        code, message = run("--uds", str(path))
+        assert code == 2 and f"--uds {path}: Address already in use" in message
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    assert not path.exists()
+    assert run("--uds", "/no/such/folder/x")[1].startswith(
+        "oasis-tp serve: error: --uds /no/such/folder/x: No such file"
+    )
 
 
 def run(*arguments: str) -> tuple[int, str]:

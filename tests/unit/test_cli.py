@@ -1,22 +1,26 @@
 """Flags, the YAML file and the help come from `Config` alone."""
 
 import argparse
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from oasis_tp.cli import config_flags, main, parse_config
-from oasis_tp.config import Config, SparsityConfig
+from oasis_tp.config import Config, SparsityConfig, SpeculationConfig
+from oasis_tp.llm import make_config
 from oasis_tp.validation import validate
 
 FLAGS = """
 --model --dtype --max-model-len --served-model-name --chat-template --revision --seed
---tensor-parallel-size --distributed-timeout-seconds --device --comm --check-ranks
---gpu-memory-utilization --device-kv-gb --host-kv-gb --block-size
+--tensor-parallel-size --distributed-timeout-seconds --device --comm --numa-bind --check-ranks
+--gpu-memory-utilization --device-kv-gb --host-kv-gb --kv-offloading-size --kv-cache-dtype --block-size
 --attention --budget-tokens --recent-tokens --sink-blocks --hot-factor --sketch --tail-estimate --prefetch --fetch-ratio
---spec-method --spec-tokens --prompt-lookup-max --prompt-lookup-min
+--spec-method --spec-model --spec-tokens --prompt-lookup-max --prompt-lookup-min
 --max-num-seqs --max-num-batched-tokens --max-num-queued-reqs
---host --port --api-key --api-key-file --shutdown-timeout --watchdog-timeout --sse-keep-alive-interval
+--host --port --uds --api-key --api-key-file --shutdown-timeout --watchdog-timeout --sse-keep-alive-interval
 --log-format --log-level
 """
 
@@ -106,6 +110,15 @@ def test_a_faulty_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
         ("--recent-tokens 16 --block-size 32", "--recent-tokens"),
         ("--hot-factor 0.5", "--hot-factor"),
         ("--hot-factor nan", "--hot-factor"),
+        ("--hot-factor 1e300", "--hot-factor is 1e+300; allowed: auto, or a number from 1 to 1048576"),
+        ("--kv-offloading-size=-1", "--kv-offloading-size"),
+        ("--kv-offloading-size 1 --host-kv-gb 1", "--host-kv-gb 1 (per rank) and --kv-offloading-size 1 (in all)"),
+        ("--kv-cache-dtype fp8", "--kv-cache-dtype"),
+        ("--trust-remote-code", "--trust-remote-code: no code of a model is ever run"),
+        ("--speculative-config", "--speculative-config"),
+        ('--speculative-config={"methd":"ngram"}', "unknown key methd; did you mean method?"),
+        ('--speculative-config {"method":"ngram","num_speculative_tokens":99}', "--spec-tokens is 99"),
+        ('--speculative-config {"method":"medusa"}', "--spec-method"),
         ("--hot-factor warm", "neither auto nor a number"),
         ("--sink-blocks=-1", "--sink-blocks"),
         ("--gpu-memory-utilization 1.1", "--gpu-memory-utilization"),
@@ -136,6 +149,26 @@ def test_a_faulty_command_line_is_refused(capsys: pytest.CaptureFixture[str], ar
     assert said in refused(capsys, *arguments.split())
 
 
+def test_options_of_vllm_s_names() -> None:
+    text = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 5}'
+    config = parse("m", "--speculative-config", text, "--kv-offloading-size", "3", "--kv-cache-dtype", "auto")
+    speculation = config.speculation
+    assert (speculation.spec_method, speculation.spec_tokens, speculation.prompt_lookup_max) == ("ngram", 3, 5)
+    assert (config.memory.host_gib(4), parse("--host-kv-gb", "2").memory.host_gib(4)) == (0.75, 2)
+    assert parse().memory.host_gib(4) is None
+
+
+@pytest.mark.parametrize("command", ["oasis_tp.cli", "oasis_tp.serve"])
+def test_help_may_be_cut_off(command: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = subprocess.run(
+        [sys.executable, "-m", command, "--help"], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60
+    )
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 def test_an_entry_adds_its_own_options() -> None:
     def extra(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--prompt", default="hi")
@@ -159,6 +192,14 @@ def test_help_is_generated_and_fits_100_columns(
         assert flag.option in text and " ".join(flag.help.split()[:3]) in " ".join(text.split())
 
 
+def test_the_command_says_what_the_machine_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["collect-env"]) == 0
+    text = capsys.readouterr().out
+    for name in ("oasis-tp ", "torch ", "memory ", "locked memory", "/dev/shm", "NUMA nodes", "launchers"):
+        assert name in text
+    assert str(Path.home()) not in text
+
+
 def test_the_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert main(["serv"]) == 2
@@ -172,3 +213,43 @@ def test_python_callers_get_the_same_checks(option: str, value: object) -> None:
 
     with pytest.raises(ValueError, match=f"--{option.replace('_', '-')} is {value!r}; allowed: "):
         make_config(**{option: value})
+
+
+def test_speculative_config_stands_for_the_flags(tmp_path: Path) -> None:
+    """vLLM's names, from the command line, from a file as a mapping or as text, and from Python."""
+    text = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 5}'
+    expected = SpeculationConfig(spec_method="ngram", spec_tokens=3, prompt_lookup_max=5)
+    assert parse("--speculative-config", text).speculation == expected
+    for index, line in enumerate((text, f"'{text}'")):
+        file = tmp_path / f"{index}.yaml"
+        file.write_text(f"speculative-config: {line}\n")
+        assert parse("--config", str(file)).speculation == expected
+        assert parse("--config", str(file), "--spec-tokens", "2").speculation.spec_tokens == 2
+    assert make_config(speculative_config={"method": "ngram", "num_speculative_tokens": 3}).speculation.spec_tokens == 3
+    assert parse("--speculative-config", text, "--spec-tokens", "3").speculation == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("{", "'{' is no JSON"),
+        ("[1]", "--speculative-config is [1]; allowed: a JSON object"),
+        ('{"method": "ngram", "num_tokens": 3}', "unknown key num_tokens"),
+        (
+            '{"method": "ngram", "num_speculative_tokens": "3"}',
+            "num_speculative_tokens is '3'; allowed: a whole number",
+        ),
+        ('{"model": "some/dir"}', "method is missing; allowed: none, ngram, draft_model, eagle3"),
+        ('{"method": "medusa"}', "--spec-method is 'medusa'; allowed: none, ngram, draft_model, eagle3"),
+        ('{"method": "eagle3"}', "--spec-model is ''; allowed: a model"),
+    ],
+)
+def test_speculative_configs_that_are_refused(capsys: pytest.CaptureFixture[str], given: str, message: str) -> None:
+    assert message in refused(capsys, "--speculative-config", given)
+
+
+def test_speculative_config_may_not_contradict_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    error = refused(capsys, "--speculative-config", '{"method": "ngram"}', "--spec-method", "none")
+    assert "--spec-method none and --speculative-config contradict each other: 'ngram' there" in error
+    with pytest.raises(ValueError, match="given twice, also in speculative_config: spec_method"):
+        make_config(spec_method="ngram", speculative_config={"method": "ngram"})

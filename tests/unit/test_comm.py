@@ -92,6 +92,11 @@ def check_collectives(tp: TpGroup, rank: int, size: int) -> None:
     tp.barrier()
 
 
+def test_nccl_needs_cuda_on_one_rank_too() -> None:
+    with pytest.raises(ValueError, match="--comm nccl: NCCL needs CUDA"):
+        TpGroup.connect(ParallelConfig(device="cpu", comm="nccl"))
+
+
 def gloo_ranks(rank: int, size: int, out: Path) -> None:
     tp = TpGroup.connect(ParallelConfig(comm="gloo", device="cpu"))
     assert (tp.rank, tp.size, tp.collective) == (rank, size, "gloo")

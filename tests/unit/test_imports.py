@@ -15,7 +15,7 @@ SHARED = {"__version__", "config", "request", "sharding"}
 MAY_IMPORT = {
     "server": {"server", "validation", "models.tokenizer", "models.hub"} | SHARED,
     "server.bridge": {"server", "validation", "engine"} | SHARED,
-    "engine": {"engine", "models", "sparse", "draft", "kv", "nn", "comm", "validation"} | SHARED,
+    "engine": {"engine", "models", "sparse", "draft", "kv", "nn", "comm", "numa", "validation"} | SHARED,
     # comm: models name the group's type and pass it on to nn.
     "models": {"models", "nn", "comm"} | SHARED,
     "nn": {"nn", "comm", "kernels", "sparse"} | SHARED,
@@ -23,8 +23,9 @@ MAY_IMPORT = {
     "sparse": {"sparse", "kv", "kernels"} | SHARED,
     "kv": {"kv", "kernels"} | SHARED,
     "kernels": {"kernels"},
-    "comm": {"ranks"} | SHARED,
+    "comm": {"ranks", "numa"} | SHARED,
     "config": SHARED,
+    "numa": set(),
     "ranks": SHARED,
     "lifetime": set(),
     "request": SHARED,
@@ -32,7 +33,7 @@ MAY_IMPORT = {
     "validation": SHARED,
 }
 """What each part of oasis_tp may import of oasis_tp; the longest name that fits decides."""
-ENTRIES = {"", "serve", "generate", "batch", "slurm", "cli", "llm", "bench"}
+ENTRIES = {"", "serve", "generate", "batch", "slurm", "cli", "collect_env", "llm", "bench"}
 """They compose the others, so they may import anything."""
 
 NO_TORCH = {

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TARGETS = {"help", "venv", "demo", "serve", "test", "lint", "clean"}
-TARGETS |= {"bench", "bench-retrieval", "measure-retrieval", "gpu-check"}
+TARGETS |= {"bench", "bench-peers", "bench-retrieval", "measure-retrieval", "gpu-check"}
 
 
 def make(*arguments: str) -> str:

@@ -11,7 +11,7 @@ from oasis_tp.request import Request, RequestSpec, SamplingParams
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("max_tokens", 0),
+        ("max_tokens", -1),
         ("max_tokens", -1),
         ("temperature", -0.1),
         ("temperature", math.nan),

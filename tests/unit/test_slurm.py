@@ -44,6 +44,17 @@ def test_the_known_traps_are_handled(capsys: pytest.CaptureFixture[str]) -> None
     assert 'requeue "$SLURM_JOB_ID"' not in render(capsys, "serve", "--gpus-per-node", "1"), "a server starts anew"
 
 
+def test_torchrun_as_the_launcher(capsys: pytest.CaptureFixture[str]) -> None:
+    text = render(
+        capsys, "serve", "--launcher", "torchrun", "--tasks-per-node", "4", "--cpus-per-task", "3", "--nodes", "2"
+    )
+    (step,) = [line for line in text.splitlines() if line.startswith("srun ")]
+    for part in ("--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=12", "--nnodes=2", "--nproc-per-node=4"):
+        assert part in step.split(), part
+    assert '--rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$HOSTNAME:$MASTER_PORT" -m oasis_tp.serve &' in step
+    assert "#SBATCH --ntasks-per-node=4" in text, "the job has room for every rank"
+
+
 def test_containers(capsys: pytest.CaptureFixture[str]) -> None:
     assert "apptainer exec --nv x.sif python" in render(capsys, "serve", "--gpus-per-node", "1", "--container", "x.sif")
     assert "--container-image=x:1 python" in render(capsys, "serve", "--tasks-per-node", "1", "--container", "x:1")
