@@ -2,7 +2,7 @@
 
 For every context and workload one prompt is prefilled (dense, the same for all) and held; each run decodes a fork of
 it. `needle`: a needle in technical prose and the question for it (see bench/haystack.py), greedy. `copy`: the prose,
-then the first words of a passage from its middle, greedy: the model goes on quoting. `free`: the prose goes on,
+a part of it quoted twice and begun a third time, greedy: the model goes on quoting. `free`: the prose goes on,
 sampled.
 
 Watched runs read the tables of the first row of each step before it selects. Counted are selected blocks, pinned ones
@@ -28,7 +28,7 @@ from unittest.mock import patch
 import torch
 from tqdm import tqdm
 
-from oasis_tp.bench.haystack import Tokenizer, prose, prose_needle
+from oasis_tp.bench.haystack import prose, prose_needle
 from oasis_tp.bench.lookahead_report import (
     COPY_HOT_FACTOR,
     Measured,
@@ -45,31 +45,37 @@ from oasis_tp.bench.lookahead_watch import Step, Watch
 from oasis_tp.config import SparsityConfig
 from oasis_tp.draft.drafter import Drafter
 from oasis_tp.llm import LLM, Completion, HeldPrompt
+from oasis_tp.models.tokenizer import Tokenizer
 from oasis_tp.request import Request, SamplingParams
 
 SPEC_METHODS = ("ngram", "draft_model")
 """Not eagle3: its head learns from every step, and steps without drafts stand between."""
 TABLE_BUDGETS, TABLE_HOT_FACTORS = (256, 512, 1024), (1.0, 2.0, 4.0)
 SPEC_TOKENS = 4
-QUOTED_TOKENS = 48
-"""How much of the passage the prompt of `copy` gives away."""
-LEAST_PROMPT = 256
-AGAIN = "\n\nHere is a passage of the text above again, word for word:\n\n"
+BEGUN_TOKENS = 48
+"""How much of the part the prompt of `copy` gives away."""
+LEAST_PROMPT = 320
+"""Tokens of context besides those that `copy` quotes and generates."""
+AGAIN = "\n\nHere is a part of the text above again, word for word:\n\n"
 
 
 def make_prompt(
-    workload: Workload, tokenizer: Tokenizer, text: Sequence[int], num_tokens: int
+    workload: Workload, tokenizer: Tokenizer, text: Sequence[int], num_tokens: int, num_new: int
 ) -> tuple[list[int], str | None]:
-    """A prompt of at most `num_tokens` tokens, and what is asked for, if anything; `text` is the prose in tokens."""
+    """A prompt of at most `num_tokens` tokens that `num_new` follow, and the needle that is asked for, if any.
+
+    `text` is the prose in tokens.
+    """
     if workload == "needle":
         needle = prose_needle(tokenizer, num_tokens, depth=0.4, seed=42, window=2)
         return tokenizer.encode(needle.prompt), needle.answer
     if workload == "free":
         return list(text[:num_tokens]), None
-    again = tokenizer.encode(AGAIN)
-    num_text = num_tokens - len(again) - QUOTED_TOKENS
-    middle = num_text // 2
-    return [*text[:num_text], *again, *text[middle : middle + QUOTED_TOKENS]], None
+    again = tokenizer.encode(AGAIN, add_special_tokens=False)
+    num_quoted = BEGUN_TOKENS + num_new
+    num_prose = num_tokens - 3 * len(again) - 2 * num_quoted - BEGUN_TOKENS
+    quoted = text[num_prose // 2 :][:num_quoted]
+    return [*text[:num_prose], *again, *quoted, *again, *quoted, *again, *quoted[:BEGUN_TOKENS]], None
 
 
 def sampling_of(workload: Workload, max_tokens: int) -> SamplingParams:
@@ -273,11 +279,9 @@ def main(args: argparse.Namespace) -> int:
     for option, least in (("max_tokens", 2), ("rounds", 1)):
         if getattr(args, option) < least:
             raise ValueError(f"--{option.replace('_', '-')} {getattr(args, option)}: at least {least}")
-    if min(args.contexts) < LEAST_PROMPT + args.max_tokens:
-        raise ValueError(
-            f"--contexts {min(args.contexts)}: at least {LEAST_PROMPT} tokens of prompt and --max-tokens "
-            f"{args.max_tokens}"
-        )
+    least = LEAST_PROMPT + 3 * args.max_tokens
+    if min(args.contexts) < least:
+        raise ValueError(f"--contexts {min(args.contexts)}: at least {least} for --max-tokens {args.max_tokens}")
     llm = LLM(
         args.model,
         extra_sketches=["minmax"],
@@ -297,7 +301,7 @@ def main(args: argparse.Namespace) -> int:
     text = llm.tokenizer.encode(prose(), add_special_tokens=False)
     cases = list(product(args.contexts, args.workloads))
     for context, workload in tqdm(cases, desc="lookahead", unit="prompt", disable=not is_first):
-        prompt, needle = make_prompt(workload, llm.tokenizer, text, context - args.max_tokens)
+        prompt, needle = make_prompt(workload, llm.tokenizer, text, context - args.max_tokens, args.max_tokens)
         with llm.hold(prompt) as held:
             case = Case(
                 workload=workload,

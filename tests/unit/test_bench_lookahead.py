@@ -238,17 +238,25 @@ class Characters:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [ord(character) for character in text]
 
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
 
-def test_prompts_are_as_long_as_asked() -> None:
-    text = list(range(5000))
-    copy, _ = bench.make_prompt("copy", Characters(), text, 900)  # type: ignore[arg-type]
-    assert len(copy) == 900
-    passage = copy[-bench.QUOTED_TOKENS :]
-    at = copy.index(passage[0])
-    assert copy[at : at + len(passage)] == passage and at > 300, "the passage stands in the text"
-    needle, answer = bench.make_prompt("needle", Characters(), text, 900)  # type: ignore[arg-type]
-    assert answer is not None and answer in "".join(map(chr, needle)) and len(needle) <= 900
-    assert bench.make_prompt("free", Characters(), text, 900) == (text[:900], None)  # type: ignore[arg-type]
+
+def test_prompts_are_as_long_as_asked_and_copy_quotes_a_part_of_the_prose_three_times() -> None:
+    text = "".join(f"sentence number {i}. " for i in range(400))
+    ids = Characters().encode(text)
+
+    def prompt(workload: report.Workload) -> tuple[str, str | None]:
+        found, answer = bench.make_prompt(workload, Characters(), ids, 900, 40)  # type: ignore[arg-type]
+        assert len(found) <= 900
+        return "".join(map(chr, found)), answer
+
+    before, first, second, begun = prompt("copy")[0].split(bench.AGAIN)
+    assert first == second and first in before and len(first) == bench.BEGUN_TOKENS + 40
+    assert begun == first[: bench.BEGUN_TOKENS]
+    needle, answer = prompt("needle")
+    assert answer is not None and answer in needle
+    assert prompt("free") == (text[:900], None)
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -292,7 +300,7 @@ def test_small_table(tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     [
         (["--max-tokens", "1"], "--max-tokens 1: at least 2"),
         (["--rounds", "0"], "--rounds 0: at least 1"),
-        (["--contexts", "300"], "--contexts 300: at least 256 tokens of prompt and --max-tokens 64"),
+        (["--contexts", "300"], "--contexts 300: at least 512 for --max-tokens 64"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(arguments: list[str], said: str) -> None:
