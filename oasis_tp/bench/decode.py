@@ -176,7 +176,10 @@ def main(args: argparse.Namespace) -> int:
         for context in args.contexts:
             held = forks.hold(context - 1 - WARM_STEPS - args.steps)
             for batch in args.batches:
-                contestants += measure(args, forks, held, modes, rivals, context, batch)
+                here = measure(args, forks, held, modes, rivals, context, batch)
+                if engine.tp.rank == 0:
+                    _print_times(here, bandwidth)
+                contestants += here
             forks.release(held)
         # What slowed the first look at the memory may be gone by now.
         bandwidth = max(bandwidth, bytes_per_second(engine.tp))
@@ -238,6 +241,13 @@ def _take_turns(rivals: Rivals, theirs: list[Contestant], context: int, batch: i
         except PeerError as error:
             rivals.report(peer.engine, error, context=context, batch=batch)
             theirs.remove(peer)
+
+
+def _print_times(contestants: list[Contestant], bandwidth: float) -> None:
+    """A line each as soon as they are known: what follows may take long, or fail."""
+    for row in (one.row(bandwidth) for one in contestants):
+        where = f"context {row['context']}, batch {row['batch']}"
+        print(f"{row['engine']} {row['mode']}, {where}: {row['ms_per_step']:.1f} ms per step", flush=True)
 
 
 def _print(

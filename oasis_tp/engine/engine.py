@@ -4,7 +4,8 @@ import json
 import queue
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 
@@ -178,7 +179,7 @@ class Engine:
         if self.tp.rank == 0:
             news = self._drain(wait and not self.has_work and not self._stopping)
             if news:
-                payload = json.dumps([item if isinstance(item, int) else asdict(item) for item in news]).encode()
+                payload = json.dumps(news, default=_as_object).encode()
         if self.tp.size == 1:
             return _decode(payload), self._stopping
         header = self.tp.broadcast(torch.tensor([len(payload), int(self._stopping)], dtype=torch.int64))
@@ -274,6 +275,11 @@ class Engine:
             raise RuntimeError(
                 f"ranks disagree on the plan of step {self._stats.steps}; rank {self.tp.rank} has {mine:08x}"
             )
+
+
+def _as_object(section: Any) -> dict[str, Any]:
+    """A dataclass as JSON takes it; what is inside comes here again."""
+    return {field.name: getattr(section, field.name) for field in fields(section)}
 
 
 def _decode(payload: bytes) -> list[RequestSpec | int]:

@@ -286,9 +286,14 @@ class KvCache:
     def drop_candidates(self, state: RowState, position: int) -> None:
         """Evict every block that a row at `position` does not pin. For controls that must start from a cold device."""
         assert not state.resident
+        if self.transfers is not None:
+            for layer in range(self.layout.num_layers):
+                self.transfers.settle(layer)
         first, last = state.selection.candidates(position)
         held = self.residency.block_in_slot[:, state.row]
-        held[(held >= first) & (held < last)] = -1
+        dropped = (held >= first) & (held < last)
+        held[dropped] = -1
+        self.residency.fetched[:, state.row][dropped] = -1
         self.residency.slot_of_block[:, state.row, :, first:last] = -1
 
     def _book(self, row: DecodeRow) -> None:

@@ -49,10 +49,10 @@ DONE = Done()
 
 
 class CopyWorker:
-    """Copies on one thread, in the order they were submitted; it starts with the first and ends with this object.
+    """Copies on one thread that starts with the first and ends with this object.
 
-    The compute of a CPU is done when its call returns, so `now` is always behind us. A copy that fails raises where
-    its end is asked for.
+    The compute of a CPU is done when its call returns, so `now` is always behind us. Who must wait for a copy that has
+    not begun does it himself. A copy that fails raises where its end is asked for.
     """
 
     def __init__(self) -> None:
@@ -80,10 +80,14 @@ class _Job:
     def __init__(self, copy: Callable[[], None], after: Sequence[Point]) -> None:
         self._copy: Callable[[], None] | None = copy
         self._after = after
+        self._taken = threading.Lock()
         self._ended = threading.Event()
         self._error: BaseException | None = None
 
     def perform(self) -> None:
+        """Do it, unless somebody else does or did."""
+        if not self._taken.acquire(blocking=False):
+            return
         assert self._copy is not None
         try:
             for point in self._after:
@@ -98,6 +102,7 @@ class _Job:
         return self._ended.is_set() and self._succeeded()
 
     def wait(self) -> None:
+        self.perform()
         self._ended.wait()
         self._succeeded()
 

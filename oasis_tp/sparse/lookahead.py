@@ -8,7 +8,11 @@ import torch
 from oasis_tp.kv.layout import SelectionLayout
 
 HYSTERESIS = 0.25
-"""Blocks ranked just under the budget are wanted too, this share of it: there neighbouring rows differ."""
+"""Blocks ranked just under the budget are wanted too, this share of it: there neighbouring rows differ.
+
+SmolLM2, 3,900 tokens of prose, budget 512, hot factor 2: 99.4 % of what a rightly drafted row selects is then resident
+(99.1 % without; 91.3 % with nothing brought in ahead), for 1.6 times the bytes. Twice the share brought no more.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from oasis_tp.llm import LLM
 from oasis_tp.request import Request, RequestSpec, SamplingParams, TokenOutput
 from tests import eagle3_reference
 from tests.dist.ranks import run_on_ranks
-from tests.dist.test_contracts import TOLERANCE
+from tests.dist.test_contracts import SMALL, TOLERANCE, mixed_ends
 from tests.tiny import make_tiny, make_tiny_eagle3
 
 SETTINGS = {
@@ -301,3 +301,15 @@ def test_a_draft_model_of_another_vocabulary_is_refused(root: Path, tmp_path: Pa
     (renamed / "tokenizer.json").write_text(json.dumps(file))
     with pytest.raises(ValueError, match="--spec-model .*differs from the model's: token 'b' has id "):
         LLM(str(root / "target"), spec_method="draft_model", spec_model=str(renamed), **SETTINGS)
+
+
+@pytest.mark.parametrize("name", ["same_model", "eagle3"])
+def test_drafters_hold_nothing_whatever_way_requests_end(tmp_path: Path, name: str) -> None:
+    """Aborts at any stage, forks, numbers that are not finite."""
+    make_tiny("llama", tmp_path / "target", num_hidden_layers=7, seed=1)  # never says the poisoned token itself
+    make_tiny_eagle3(tmp_path / "target", tmp_path / "head")
+    settings = SMALL | {"recent_tokens": 32, "host_kv_gb": 0.05, "device_kv_gb": 0.03}
+    llm = LLM(str(tmp_path / "target"), hot_factor=2, **settings, **drafters(tmp_path)[name])
+    ends = mixed_ends(llm)
+    assert {"length", "abort", "error"} <= set(ends.values())
+    assert_holds_nothing(llm)

@@ -54,10 +54,10 @@ class FakeStats:
     selected_blocks: int = 10
     missed_blocks: int = 3
     corrupted_requests: int = 0
-    prefetch_used: int = 0
-    prefetch_late: int = 0
-    prefetch_wasted: int = 0
-    exposed_wait_ns: int = 0
+    prefetch_used: int = 6
+    prefetch_late: int = 1
+    prefetch_wasted: int = 2
+    exposed_wait_ns: int = 500_000_000
     host_to_device_bytes: int = 0
     device_to_host_bytes: int = 0
     steps: int = 0

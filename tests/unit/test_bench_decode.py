@@ -182,6 +182,7 @@ def test_report_holds_every_engine_mode_context_and_batch(
         assert sum(row["parts_ms"].values()) > 0
     assert [left_out["engine"] for left_out in report["not_measured"]] == ["transformers", "llama.cpp"]
     assert f"llama.cpp: not measured: not installed in {tmp_path}; make bench-peers does it" in out
+    assert "oasis_tp paper, context 600, batch 2: " in out
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
