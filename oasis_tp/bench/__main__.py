@@ -9,6 +9,7 @@ BENCHMARKS = {
     "sketch": "how well each sketch chooses blocks: mass covered, output error",
     "needles": "needles found with each sketch and budget, beside dense attention",
     "retrieval": "answers to long-context tasks, every mode beside dense attention",
+    "lookahead": "blocks that are there before they are selected, and what drafts bring",
     "decode": "time of a decode step, beside its ceiling and other engines",
     "kernels": "time of each kernel, beside torch and its byte ceiling",
 }
