@@ -21,6 +21,8 @@
 
 namespace {
 
+constexpr int64_t kAhead = 2;  // blocks: how far before their use keys and values are asked for
+
 // x becomes exp(x - offset); returns the sum.
 float exponentiate(float* x, int64_t n, float offset) {
   float sum = 0;
@@ -172,8 +174,8 @@ void attend(const Layer& layer, const Row& row, const SketchLayer* sketch, const
   for (int64_t i = 0; i < count; ++i) {
     const int64_t begin = i * tokens, here = std::min(tokens, length - begin);
     const float* keys = pages[i] < 0 ? nullptr : layer.pool + (pages[i] * layer.num_heads + head) * size;
-    if (i + 1 < count && pages[i + 1] >= 0)
-      prefetch(layer.pool + (pages[i + 1] * layer.num_heads + head) * size, tokens * dim * sizeof(float));
+    if (i + kAhead < count && pages[i + kAhead] >= 0)
+      prefetch(layer.pool + (pages[i + kAhead] * layer.num_heads + head) * size, tokens * dim * sizeof(float));
     if (keys != nullptr) loops.score_tokens(q, keys, here, group, dim, s.logits.data() + begin, length);
     else
       for (int64_t g = 0; g < group; ++g) std::fill_n(s.logits.data() + g * length + begin, here, kMinusInfinity);
@@ -200,8 +202,8 @@ void attend(const Layer& layer, const Row& row, const SketchLayer* sketch, const
     const int64_t begin = i * tokens, here = std::min(tokens, length - begin);
     if (pages[i] < 0) continue;
     const float* values = layer.pool + (pages[i] * layer.num_heads + head) * size + tokens * dim;
-    if (i + 1 < count && pages[i + 1] >= 0)
-      prefetch(layer.pool + (pages[i + 1] * layer.num_heads + head) * size + tokens * dim, tokens * dim * sizeof(float));
+    if (i + kAhead < count && pages[i + kAhead] >= 0)
+      prefetch(layer.pool + (pages[i + kAhead] * layer.num_heads + head) * size + tokens * dim, tokens * dim * sizeof(float));
     loops.add_values(s.logits.data() + begin, length, values, here, group, dim, out);
   }
   if (has_tail && row.use_tail) {
