@@ -15,7 +15,7 @@
 
 namespace {
 
-constexpr int64_t kAhead = 4096;  // bytes: how far before their use weights are asked for
+constexpr int64_t kAhead = 16384;  // bytes: how far before their use weights are asked for
 constexpr int64_t kTileBytes = 1 << 16;  // weights that stay in a core's cache while all rows pass over them
 
 // y[r * y_stride + j] = x[r]·w[j] for kRows rows and kOut outputs.
@@ -25,7 +25,7 @@ void multiply(const float* x, int64_t x_stride, const float* w, int64_t size, fl
   int64_t k = 0;
   for (; k + 8 <= size; k += 8) {
     const char* ahead = reinterpret_cast<const char*>(w + kOut * (size + k)) + kAhead;
-    for (int j = 0; j < kOut; j += 2) __builtin_prefetch(ahead + j * 32);
+    for (int j = 0; j < kOut; j += 2) __builtin_prefetch(ahead + j * 32, 0, 2);
     Eight weights[kOut];
     for (int j = 0; j < kOut; ++j) weights[j] = eight(w + j * size + k);
     for (int r = 0; r < kRows; ++r) {

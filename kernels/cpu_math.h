@@ -109,7 +109,7 @@ inline float dot(const float* a, const float* b, int64_t n) {
 
 // Asks for memory that is read soon: what is scattered is not foreseen by the processor.
 inline void prefetch(const void* from, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(from) + at);
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(from) + at, 0, 2);
 }
 
 inline float max_of(const float* x, int64_t n) {
