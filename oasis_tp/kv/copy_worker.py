@@ -67,8 +67,9 @@ class CopyWorker:
     def submit(self, copy: Callable[[], None], after: Sequence[Point]) -> Point:
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
-            threading.Thread(target=_work, args=(self._jobs,), name="oasis_tp copies", daemon=True).start()
-            weakref.finalize(self, self._jobs.put, None)
+            thread = threading.Thread(target=_work, args=(self._jobs,), name="oasis_tp copies", daemon=True)
+            thread.start()
+            weakref.finalize(self, _stop, self._jobs, thread)
         job = _Job(copy, after)
         self._jobs.put(job)
         return job
@@ -110,6 +111,13 @@ class _Job:
         if self._error is not None:
             raise RuntimeError("a background copy failed") from self._error
         return True
+
+
+def _stop(jobs: "queue.SimpleQueue[_Job | None]", thread: threading.Thread) -> None:
+    """Let what was submitted end. A thread that the interpreter's exit meets inside a copy would abort the process."""
+    jobs.put(None)
+    if thread is not threading.current_thread():
+        thread.join()
 
 
 def _work(jobs: "queue.SimpleQueue[_Job | None]") -> None:

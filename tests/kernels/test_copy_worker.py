@@ -1,6 +1,8 @@
 """The CPU's copy engine: beside the caller's thread, after what it must, and failing where somebody waits."""
 
 import gc
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -60,3 +62,14 @@ def test_the_thread_ends_with_its_worker() -> None:
     gc.collect()
     threads[0].join(30)
     assert not threads[0].is_alive()
+
+
+def test_a_process_may_end_while_copies_are_under_way() -> None:
+    code = (
+        "import torch; from oasis_tp.kv.copy_worker import CopyWorker\n"
+        "worker, block = CopyWorker(), torch.zeros(2**24)\n"
+        "for _ in range(30): worker.submit(lambda: block.clone(), [])"
+    )
+    for _ in range(3):
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        assert run.returncode == 0, run.stderr
