@@ -259,51 +259,51 @@ int64_t oasis_select(const Layer* layer, int64_t layer_index, const Row* rows, i
       for (int64_t r = requests[item / heads]; r < requests[item / heads + 1]; ++r)
         store_token(*layer, rows[r], item % heads, r, k, v);
       for (int64_t r = requests[item / heads]; r < requests[item / heads + 1]; ++r) {
-      const Row& row = rows[r];
-      const int64_t head = item % heads, pair = r * heads + head, open = row.position / layer->block_size;
-      s.order.clear();
-      s.ranked.clear();
-      s.blocks.clear();
-      if (sketch_of(row, layer_index) != nullptr) {
-        choose(row, layer->group, work->estimate + pair * layer->group * work->max_candidates, s);
-        for (int64_t block = 0; block < row.first; ++block) s.blocks.push_back(block);
-        for (int64_t chosen : s.order) s.blocks.push_back(row.first + chosen);
-        for (int64_t block = row.last; block <= open; ++block) s.blocks.push_back(block);
-      } else {
-        for (int64_t block = 0; block <= open; ++block) s.blocks.push_back(block);
-      }
-      s.slots = s.blocks;
-      s.ahead.clear();
-      int64_t missing = 0;
-      bool must_wait = false;
-      if (!row.resident) {
-        int64_t* prefetched = work->prefetched + pair * 3;
-        missing = layer->wide_tables ? make_resident<int32_t>(*layer, row, head, prefetched, must_wait, s)
-                                     : make_resident<int16_t>(*layer, row, head, prefetched, must_wait, s);
-        if (row.fetch_limit > 0 && layer->in_flight == kNothing)
-          layer->wide_tables ? fetch_ahead<int32_t>(*layer, row, head, s) : fetch_ahead<int16_t>(*layer, row, head, s);
-        prefetched[0] += int64_t(s.ahead.size());
-      }
-      waits[pair] = must_wait;
-      work->num_fetches[pair] = int64_t(s.ahead.size());
-      for (size_t i = 0; i < s.ahead.size(); ++i) {
-        int64_t* fetch = work->fetches + pair * work->max_fetches + i;
-        const int64_t room = pairs * work->max_fetches;
-        fetch[0] = head;
-        fetch[room] = row.host_blocks[s.ahead[i].first];
-        fetch[2 * room] = row.pages[s.ahead[i].second];
-      }
-      work->num_blocks[pair] = int64_t(s.blocks.size());
-      work->num_chosen[pair] = int64_t(s.order.size());
-      std::copy(s.order.begin(), s.order.end(), work->chosen + pair * work->max_chosen);
-      work->missed_blocks[pair] += missing;
-      fits[pair] = missing >= 0;
-      int64_t* pages = work->pages + pair * work->max_blocks;
-      for (size_t i = 0; i < s.slots.size(); ++i) {
-        const int64_t slot = s.slots[i] <= -2 ? -2 - s.slots[i] : s.slots[i];
-        pages[i] = slot < 0 ? -1 : row.pages[slot];
-        if (s.slots[i] <= -2) wanted[pair].emplace_back(row.host_blocks[s.blocks[i]], pages[i]);
-      }
+        const Row& row = rows[r];
+        const int64_t head = item % heads, pair = r * heads + head, open = row.position / layer->block_size;
+        s.order.clear();
+        s.ranked.clear();
+        s.blocks.clear();
+        if (sketch_of(row, layer_index) != nullptr) {
+          choose(row, layer->group, work->estimate + pair * layer->group * work->max_candidates, s);
+          for (int64_t block = 0; block < row.first; ++block) s.blocks.push_back(block);
+          for (int64_t chosen : s.order) s.blocks.push_back(row.first + chosen);
+          for (int64_t block = row.last; block <= open; ++block) s.blocks.push_back(block);
+        } else {
+          for (int64_t block = 0; block <= open; ++block) s.blocks.push_back(block);
+        }
+        s.slots = s.blocks;
+        s.ahead.clear();
+        int64_t missing = 0;
+        bool must_wait = false;
+        if (!row.resident) {
+          int64_t* prefetched = work->prefetched + pair * 3;
+          missing = layer->wide_tables ? make_resident<int32_t>(*layer, row, head, prefetched, must_wait, s)
+                                       : make_resident<int16_t>(*layer, row, head, prefetched, must_wait, s);
+          if (row.fetch_limit > 0 && layer->in_flight == kNothing)
+            layer->wide_tables ? fetch_ahead<int32_t>(*layer, row, head, s) : fetch_ahead<int16_t>(*layer, row, head, s);
+          prefetched[0] += int64_t(s.ahead.size());
+        }
+        waits[pair] = must_wait;
+        work->num_fetches[pair] = int64_t(s.ahead.size());
+        for (size_t i = 0; i < s.ahead.size(); ++i) {
+          int64_t* fetch = work->fetches + pair * work->max_fetches + i;
+          const int64_t room = pairs * work->max_fetches;
+          fetch[0] = head;
+          fetch[room] = row.host_blocks[s.ahead[i].first];
+          fetch[2 * room] = row.pages[s.ahead[i].second];
+        }
+        work->num_blocks[pair] = int64_t(s.blocks.size());
+        work->num_chosen[pair] = int64_t(s.order.size());
+        std::copy(s.order.begin(), s.order.end(), work->chosen + pair * work->max_chosen);
+        work->missed_blocks[pair] += missing;
+        fits[pair] = missing >= 0;
+        int64_t* pages = work->pages + pair * work->max_blocks;
+        for (size_t i = 0; i < s.slots.size(); ++i) {
+          const int64_t slot = s.slots[i] <= -2 ? -2 - s.slots[i] : s.slots[i];
+          pages[i] = slot < 0 ? -1 : row.pages[slot];
+          if (s.slots[i] <= -2) wanted[pair].emplace_back(row.host_blocks[s.blocks[i]], pages[i]);
+        }
       }
     }
   }
