@@ -49,7 +49,7 @@ def group_scores(scores: torch.Tensor, rows: Rows) -> torch.Tensor:
     -inf past a row's candidates.
     """
     num_rows, num_heads, group, count = scores.shape
-    check(scores, (rows.num_rows, num_heads, group, rows.max_candidates), torch.float32, like=scores)
+    check(scores, (rows.num_rows, num_heads, group, rows.bounds.max_candidates), torch.float32, like=scores)
     check(rows.facts, (num_rows, NUM_FACTS.value), torch.int32, like=scores)
     out = torch.empty(num_rows, num_heads, count, dtype=torch.float32, device=scores.device)
     group_scores_kernel[(num_heads, num_rows)](

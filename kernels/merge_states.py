@@ -11,6 +11,45 @@ TILE = 16
 
 
 @triton.jit
+def _highest(row_lse: tl.tensor, first: tl.tensor, last: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
+    """The largest of the states' logs of mass, first .. last-1."""
+    highest = tl.full((), float("-inf"), tl.float32)
+    for start in range(first, last, TILE):
+        index = start + tl.arange(0, TILE)
+        highest = tl.maximum(highest, tl.max(tl.load(row_lse + index, mask=index < last, other=float("-inf")), 0))
+    return highest
+
+
+@triton.jit
+def _sums(
+    states: tl.tensor,
+    row_lse: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    origin: tl.tensor,
+    own_origin: tl.tensor,
+    D: tl.constexpr,
+    TILE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Weighted values and weights over states first .. last-1 against `origin`, and their mass against `own_origin`.
+
+    Tiles count from `first`, and empty states add zeros: how many of them follow changes no bit.
+    """
+    value = tl.zeros((D,), tl.float32)
+    total = tl.zeros((), tl.float32)
+    mass = tl.zeros((), tl.float32)
+    for start in range(first, last, TILE):
+        index = start + tl.arange(0, TILE)
+        part = tl.load(row_lse + index, mask=index < last, other=float("-inf"))
+        weight = tl.exp(part - origin)
+        at = states + index[:, None] * D + tl.arange(0, D)[None, :]
+        value += tl.sum(tl.load(at, mask=(weight > 0)[:, None], other=0) * weight[:, None], 0)
+        total += tl.sum(weight, 0)
+        mass += tl.sum(tl.exp(part - own_origin), 0)
+    return value, total, mass
+
+
+@triton.jit
 def merge_states_kernel(
     states: tl.tensor,
     lse: tl.tensor,
@@ -26,40 +65,25 @@ def merge_states_kernel(
 ) -> None:
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     query_head = row * heads_per_row + head
-    channel = tl.arange(0, D)
     row_lse = lse + query_head * num_states
+    row_states = states + query_head * num_states * D
     use_tail = tl.load(facts + row * NUM_FACTS + USE_TAIL) != 0
-    highest_inside = tl.full((), float("-inf"), tl.float32)
-    highest_outside = tl.full((), float("-inf"), tl.float32)
-    for start in range(0, num_states, TILE):
-        index = start + tl.arange(0, TILE)
-        part = tl.load(row_lse + index, mask=index < num_states, other=float("-inf"))
-        highest_inside = tl.maximum(highest_inside, tl.max(tl.where(index < num_attended, part, float("-inf")), 0))
-        highest_outside = tl.maximum(highest_outside, tl.max(tl.where(index < num_attended, float("-inf"), part), 0))
+    highest_inside = _highest(row_lse, 0, num_attended, TILE)
+    highest_outside = _highest(row_lse, num_attended, num_states, TILE)
     # Where the tail does not contribute, it must not push the attended states' weights below what fp32 holds either.
     highest = tl.where(use_tail, tl.maximum(highest_inside, highest_outside), highest_inside)
     origin = tl.where(highest == float("-inf"), 0.0, highest)
     origin_inside = tl.where(highest_inside == float("-inf"), 0.0, highest_inside)
     origin_outside = tl.where(highest_outside == float("-inf"), 0.0, highest_outside)
-    inside = tl.zeros((), tl.float32)
-    outside = tl.zeros((), tl.float32)
-    total = tl.zeros((), tl.float32)
-    value = tl.zeros((D,), tl.float32)
-    for start in range(0, num_states, TILE):
-        index = start + tl.arange(0, TILE)
-        part = tl.load(row_lse + index, mask=index < num_states, other=float("-inf"))
-        attended = index < num_attended
-        inside += tl.sum(tl.where(attended, tl.exp(part - origin_inside), 0.0), 0)
-        outside += tl.sum(tl.where(attended, 0.0, tl.exp(part - origin_outside)), 0)
-        weight = tl.where(attended | use_tail, tl.exp(part - origin), 0.0)
-        counted = (weight > 0)[:, None]
-        state = tl.load(
-            states + (query_head * num_states + index[:, None]) * D + channel[None, :], mask=counted, other=0
-        )
-        value += tl.sum(state * weight[:, None], 0)
-        total += tl.sum(weight, 0)
+    value, total, inside = _sums(row_states, row_lse, 0, num_attended, origin, origin_inside, D, TILE)
+    tail_origin = tl.where(use_tail, origin, origin_outside)
+    tail_value, tail_total, outside = _sums(
+        row_states, row_lse, num_attended, num_states, tail_origin, origin_outside, D, TILE
+    )
+    value += tl.where(use_tail, tail_value, 0.0)
+    total += tl.where(use_tail, tail_total, 0.0)
     safe = tl.where(total > 0, total, 1.0)
-    tl.store(out + query_head * D + channel, (value / safe).to(out.dtype.element_ty))
+    tl.store(out + query_head * D + tl.arange(0, D), (value / safe).to(out.dtype.element_ty))
     tl.store(out_lse + query_head, tl.where(total > 0, origin + tl.log(safe), float("-inf")))
     gap = (
         origin_inside

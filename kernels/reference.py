@@ -4,6 +4,7 @@ Imports nothing of oasis_tp.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -252,6 +253,31 @@ def seal_bounds(k: torch.Tensor) -> torch.Tensor:
     return torch.stack((keys.max(2).values, keys.min(2).values), 2).bfloat16()
 
 
+@dataclass(slots=True)
+class Slots:
+    """The residency of one request in one layer and head; as in kv/residency.py."""
+
+    block_in_slot: list[int]
+    slot_of_block: list[int]
+    last_selected: list[int]
+    fetched: list[int]
+
+    def victims(self, first: int, last: int, num_slots: int, tick: int) -> list[int]:
+        """Slots that may go, the first to go first."""
+        found = []
+        for slot in range(num_slots):
+            held = self.block_in_slot[slot]
+            if (held < 0 or first <= held < last) and self.last_selected[slot] != tick:
+                found.append((-2 if held < 0 else self.last_selected[slot], slot))
+        return [slot for _, slot in sorted(found)]
+
+    def put(self, block: int, slot: int, tick: int, fetched: int) -> None:
+        if self.block_in_slot[slot] >= 0:
+            self.slot_of_block[self.block_in_slot[slot]] = -1
+        self.block_in_slot[slot], self.slot_of_block[block] = block, slot
+        self.last_selected[slot], self.fetched[slot] = tick, fetched
+
+
 def plan_copies(
     chosen: list[int],
     first: int,
@@ -259,29 +285,44 @@ def plan_copies(
     position: int,
     num_slots: int,
     block_size: int,
-    block_in_slot: list[int],
-    slot_of_block: list[int],
-    last_selected: list[int],
+    tables: Slots,
     tick: int,
-) -> tuple[list[int], list[tuple[int, int]]]:
-    """Slots of one row's blocks in one head, and (block, slot) of those to fetch; the three tables change in place."""
+    *,
+    fetches: bool = True,
+    probe: bool = False,
+) -> tuple[list[int], list[tuple[int, int]], int]:
+    """Slots of one row's blocks in one head, (block, slot) of those to fetch, and how many had come ahead.
+
+    The tables change in place. What does not come has slot -1.
+    """
     blocks = [*range(first), *(first + c for c in chosen), *range(last, position // block_size + 1)]
+    came = 0
     for block in blocks:
-        if slot_of_block[block] >= 0:
-            last_selected[slot_of_block[block]] = tick
-    missing = [block for block in blocks if slot_of_block[block] < 0]
-    victims = []
-    for slot in range(num_slots):
-        held = block_in_slot[slot]
-        if (held < 0 or first <= held < last) and last_selected[slot] != tick:
-            victims.append((-2 if held < 0 else last_selected[slot], slot))
-    copies = []
-    for block, (_, slot) in zip(missing, sorted(victims), strict=False):
-        if block_in_slot[slot] >= 0:
-            slot_of_block[block_in_slot[slot]] = -1
-        block_in_slot[slot], slot_of_block[block], last_selected[slot] = block, slot, tick
-        copies.append((block, slot))
-    return [slot_of_block[block] for block in blocks], copies
+        slot = tables.slot_of_block[block]
+        if slot < 0:
+            continue
+        tables.last_selected[slot] = tick
+        if not probe and tables.fetched[slot] >= 0:
+            came += 1
+            tables.fetched[slot] = -1
+    copies: list[tuple[int, int]] = []
+    if fetches and not probe:
+        missing = [block for block in blocks if tables.slot_of_block[block] < 0]
+        copies = list(zip(missing, tables.victims(first, last, num_slots, tick), strict=False))
+        for block, slot in copies:
+            tables.put(block, slot, tick, -1)
+    return [tables.slot_of_block[block] for block in blocks], copies, came
+
+
+def plan_ahead(
+    wanted: list[int], first: int, last: int, num_slots: int, limit: int, tables: Slots, tick: int
+) -> list[tuple[int, int]]:
+    """(block, slot) of what is brought in for the next step; `wanted` among the candidates, best first."""
+    missing = [first + c for c in wanted if tables.slot_of_block[first + c] < 0][:limit]
+    copies = list(zip(missing, tables.victims(first, last, num_slots, tick), strict=False))
+    for block, slot in copies:
+        tables.put(block, slot, tick, tick)
+    return copies
 
 
 def merge_states(states: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, float]:

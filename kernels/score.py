@@ -165,12 +165,12 @@ def score(
     check(token_scales, (num_blocks, num_heads, block_size), torch.float16, like=q)
     check(means, (num_blocks, num_heads, 2, head_dim), torch.int8, like=q)
     check(mean_scales, (num_blocks, num_heads, 2), torch.float16, like=q)
-    shape = (num_rows, num_heads, group, rows.max_candidates)
+    shape = (num_rows, num_heads, group, rows.bounds.max_candidates)
     scores = torch.empty(shape, dtype=torch.float32, device=q.device)
     tail_logits = torch.empty(shape, dtype=torch.float32, device=q.device)
-    score_kernel[(triton.cdiv(rows.max_candidates, CHUNK_BLOCKS), num_heads, num_rows)](
+    score_kernel[(triton.cdiv(rows.bounds.max_candidates, CHUNK_BLOCKS), num_heads, num_rows)](
         q, q_rotated, host_table, rows.facts, codes, token_scales, means, mean_scales, scores, tail_logits,
-        host_table.shape[1], rows.max_candidates, 1 / math.sqrt(head_dim), math.log(block_size),
+        host_table.shape[1], rows.bounds.max_candidates, 1 / math.sqrt(head_dim), math.log(block_size),
         GROUP=group, GROUP_PAD=padded_group(group), B=block_size, D=head_dim, BITS=bits,
         BYTES_PAD=max(16, num_bytes), CHUNK=CHUNK_BLOCKS,
     )  # fmt: skip
@@ -188,10 +188,10 @@ def score_bounds(
     check_head_dim(head_dim)
     _check_query(q, host_table, rows)
     check(bounds, (bounds.shape[0], num_heads, 2, head_dim), torch.bfloat16, like=q)
-    scores = torch.empty(num_rows, num_heads, group, rows.max_candidates, dtype=torch.float32, device=q.device)
-    score_bounds_kernel[(triton.cdiv(rows.max_candidates, CHUNK_BLOCKS), num_heads, num_rows)](
+    scores = torch.empty(num_rows, num_heads, group, rows.bounds.max_candidates, dtype=torch.float32, device=q.device)
+    score_bounds_kernel[(triton.cdiv(rows.bounds.max_candidates, CHUNK_BLOCKS), num_heads, num_rows)](
         q, host_table, rows.facts, bounds, scores,
-        host_table.shape[1], rows.max_candidates, 1 / math.sqrt(head_dim), math.log(block_size),
+        host_table.shape[1], rows.bounds.max_candidates, 1 / math.sqrt(head_dim), math.log(block_size),
         GROUP=group, GROUP_PAD=padded_group(group), D=head_dim, CHUNK=CHUNK_BLOCKS,
     )  # fmt: skip
     return scores

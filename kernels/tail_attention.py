@@ -96,7 +96,7 @@ def tail_attention(
     num_rows, num_heads, group, count = tail_logits.shape
     head_dim, num_states = means.shape[3], lse.shape[3]
     check_head_dim(head_dim)
-    check(tail_logits, (rows.num_rows, num_heads, group, rows.max_candidates), torch.float32, like=tail_logits)
+    check(tail_logits, (rows.num_rows, num_heads, group, rows.bounds.max_candidates), torch.float32, like=tail_logits)
     check(rows.facts, (num_rows, NUM_FACTS.value), torch.int32, like=tail_logits)
     check(host_table, tuple(host_table.shape), torch.int32, like=tail_logits)
     check(means, (means.shape[0], num_heads, 2, head_dim), torch.int8, like=tail_logits)

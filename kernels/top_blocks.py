@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from oasis_tp.kernels.launch import check, next_power_of_2
-from oasis_tp.kernels.rows import BUDGET, FIRST, LAST, NUM_FACTS, Rows
+from oasis_tp.kernels.rows import BUDGET, FIRST, LAST, NUM_FACTS, REACH, Rows
 
 MAX_CHUNK = 2048
 
@@ -27,13 +27,14 @@ def top_blocks_kernel(
     max_candidates: int,
     max_chosen: int,
     GROUP: tl.constexpr,
+    WANTED: tl.constexpr,
     CHUNK: tl.constexpr,
     MARK: tl.constexpr,
 ) -> None:
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     pair = row * tl.num_programs(0) + head
     count = tl.load(facts + row * NUM_FACTS + LAST) - tl.load(facts + row * NUM_FACTS + FIRST)
-    wanted = tl.minimum(tl.load(facts + row * NUM_FACTS + BUDGET), count)
+    wanted = tl.minimum(tl.load(facts + row * NUM_FACTS + WANTED), count)
     scores += pair * max_candidates
     chosen += pair * max_chosen
     column = tl.arange(0, CHUNK)
@@ -92,15 +93,32 @@ def top_blocks(scores: torch.Tensor, rows: Rows, tail_logits: torch.Tensor | Non
     Returns:
         Positions among the candidates, [row, kv_head, max_chosen] int32, -1 behind the last.
     """
+    return _top_blocks(scores, rows, BUDGET.value, rows.bounds.max_chosen, tail_logits)
+
+
+def most_wanted(scores: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Each row's `reach` best candidates, best first, ties by lower position: [row, kv_head, max_reach] int32.
+
+    As `top_blocks` otherwise. Few are left to sort once the choice is made.
+    """
+    ascending = _top_blocks(scores, rows, REACH.value, rows.bounds.max_reach, None)
+    their_scores = scores.gather(2, ascending.clamp(min=0).long()).masked_fill(ascending < 0, float("-inf"))
+    return ascending.gather(2, torch.sort(their_scores, dim=-1, descending=True, stable=True).indices)
+
+
+def _top_blocks(
+    scores: torch.Tensor, rows: Rows, wanted: int, max_chosen: int, tail_logits: torch.Tensor | None
+) -> torch.Tensor:
+    """`wanted`: the column of the facts that says how many."""
     num_rows, num_heads, count = scores.shape
-    check(scores, (rows.num_rows, num_heads, rows.max_candidates), torch.float32, like=scores)
+    check(scores, (rows.num_rows, num_heads, rows.bounds.max_candidates), torch.float32, like=scores)
     check(rows.facts, (num_rows, NUM_FACTS.value), torch.int32, like=scores)
     group = 1 if tail_logits is None else tail_logits.shape[2]
     if tail_logits is not None:
         check(tail_logits, (num_rows, num_heads, group, count), torch.float32, like=scores)
-    chosen = torch.empty(num_rows, num_heads, rows.max_chosen, dtype=torch.int32, device=scores.device)
+    chosen = torch.empty(num_rows, num_heads, max_chosen, dtype=torch.int32, device=scores.device)
     top_blocks_kernel[(num_heads, num_rows)](
-        scores, rows.facts, scores if tail_logits is None else tail_logits, chosen, count, rows.max_chosen,
-        GROUP=group, CHUNK=min(MAX_CHUNK, max(16, next_power_of_2(count))), MARK=tail_logits is not None,
+        scores, rows.facts, scores if tail_logits is None else tail_logits, chosen, count, max_chosen,
+        GROUP=group, WANTED=wanted, CHUNK=min(MAX_CHUNK, max(16, next_power_of_2(count))), MARK=tail_logits is not None,
     )  # fmt: skip
     return chosen

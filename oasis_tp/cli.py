@@ -30,7 +30,6 @@ COMMANDS = {
 }
 NOT_HERE = {
     "--enable-prefix-caching": "prompts do not share KV between requests yet (choices of one request do)",
-    "--enforce-eager": "there are no CUDA graphs to turn off: leave the option out",
     "--pipeline-parallel-size": "layers are not split over ranks; --tensor-parallel-size splits heads",
     "--swap-space": "KV beyond the device lives in the host tier: --host-kv-gb, or --kv-offloading-size",
     "--cpu-offload-gb": "weights stay on the device; KV beyond it lives in the host tier (--host-kv-gb)",

@@ -32,6 +32,11 @@ class ModelConfig:
     """Branch, tag or commit of a Hugging Face id."""
     seed: int = 0
     """Base seed for requests that bring none."""
+    attention_backend: Literal["auto", "triton", "cpp", "torch"] = "auto"
+    """What chooses and attends decoded tokens' blocks. `triton`: GPU kernels. `cpp`: compiled on first use, for
+    float32 on a CPU. `torch`: anywhere, slowly. `auto`: the first of these that device, dtype and head_dim allow."""
+    enforce_eager: bool = False
+    """Launch the kernels of every step one by one: no CUDA graphs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

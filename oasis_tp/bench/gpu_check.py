@@ -135,7 +135,7 @@ def speed(device: torch.device) -> list[dict[str, Any]]:
             layer.step(q)
         step_s = seconds(graph.replay)
         scanned = batch * layer.last * sum(x[0, 0].numel() * x.element_size() for x in layer.sketch.tensors())
-        attended = batch * layer.rows.max_attended * layer.kv[0].numel() * layer.kv.element_size()
+        attended = batch * layer.rows.bounds.max_attended * layer.kv[0].numel() * layer.kv.element_size()
         ceiling_s = (scanned + attended) / device_bytes_per_s
         rows.append(
             {

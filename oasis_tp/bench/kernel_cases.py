@@ -268,7 +268,7 @@ def _score_bounds(case: Case) -> Iterator[Comparison]:
 def _group_scores(case: Case) -> Iterator[Comparison]:
     make = Source(case)
     facts, rows = _rows(case)
-    scores = 5 * make.normal(len(facts), case.num_heads, case.group, rows.max_candidates, dtype=FP32)
+    scores = 5 * make.normal(len(facts), case.num_heads, case.group, rows.bounds.max_candidates, dtype=FP32)
     got = group_scores.group_scores(scores, rows)
     want = torch.full(got.shape, -math.inf, dtype=torch.float64)
     for i, row in enumerate(facts):
@@ -283,10 +283,10 @@ def _top_blocks(case: Case) -> Iterator[Comparison]:
     facts, rows = _rows(case)
     shape = (len(facts), case.num_heads)
     # Many equal scores; one head where all are equal, and one of zeros with either sign.
-    scores = (make.normal(*shape, rows.max_candidates, dtype=FP32) * 2).round() / 2
+    scores = (make.normal(*shape, rows.bounds.max_candidates, dtype=FP32) * 2).round() / 2
     scores[0, -1] = -1.5
     scores[1, -1] *= 0
-    tail = make.normal(*shape, case.group, rows.max_candidates, dtype=FP32)
+    tail = make.normal(*shape, case.group, rows.bounds.max_candidates, dtype=FP32)
     want_tail = tail.cpu().clone()
     got = top_blocks.top_blocks(scores, rows, tail)
     want = torch.full(got.shape, -1, dtype=torch.int32)
@@ -298,70 +298,111 @@ def _top_blocks(case: Case) -> Iterator[Comparison]:
             want_tail[i, head, :, best[head]] = -math.inf
     yield "chosen", got.cpu(), want
     yield "tail logits", tail.cpu(), want_tail
+    reaching = Rows.of([replace(row, reach=case.count // 2 + 1) for row in facts], BLOCK, case.device)
+    ranked = top_blocks.most_wanted(scores, reaching)
+    want = torch.full(ranked.shape, -1, dtype=torch.int32)
+    for i, row in enumerate(facts):
+        n = row.last - row.first
+        best = torch.sort(scores[i, :, :n].cpu(), dim=1, descending=True, stable=True).indices[:, : case.count // 2 + 1]
+        want[i, :, : best.shape[1]] = best
+    yield "most wanted", ranked.cpu(), want
+
+
+def _plan_rows(case: Case) -> list[RowFacts]:
+    """Rows of every sort that the plan knows."""
+    facts, _ = _rows(case)
+    # One slot too few for all that the row wants: its last missing block must go without.
+    facts[1] = replace(facts[1], num_slots=SINK + RECENT + max(0, min(facts[1].budget, case.count // 2) - 1))
+    # All of it resident: slot and block are the same, and nothing is planned.
+    facts.append(
+        RowFacts(table_row=1, first=1, last=5, budget=9, position=7 * BLOCK, num_slots=8, resident=True, use_tail=False)
+    )
+    # The first request's next tokens: one that leaves out what it misses, and one that looks ahead.
+    facts.append(replace(facts[0], fetches=False))
+    facts.append(replace(facts[0], probe=True, reach=max(1, case.count // 2), limit=max(1, case.count // 5)))
+    return facts
 
 
 def _copy_plan(case: Case) -> Iterator[Comparison]:
     make = Source(case)
-    facts, _ = _rows(case)
-    # A row with one slot too few for all it wants, whose last missing block must go without.
-    facts[1] = replace(facts[1], num_slots=SINK + RECENT + max(0, min(facts[1].budget, case.count // 2) - 1))
-    # One more row, all of it resident: slot and block are the same, and nothing is planned for it.
-    facts.append(
-        RowFacts(table_row=1, first=1, last=5, budget=9, position=7 * BLOCK, num_slots=8, resident=True, use_tail=False)
-    )
+    facts = _plan_rows(case)
     rows = Rows.of(facts, BLOCK, case.device)
     max_blocks, max_slots, tick = case.count + 9, facts[0].num_slots, 40
     kind = torch.int16 if case.head_dim == 64 else torch.int32
-    tables = _host_table(make, 4, max_blocks), _host_table(make, 4, max_slots)
-    held = torch.full((4, case.num_heads, max_slots), -1, dtype=kind)
-    home = torch.full((4, case.num_heads, max_blocks), -1, dtype=kind)
-    stamps = make.integers(20, tick, 4, case.num_heads, max_slots, dtype=torch.int32).cpu()
-    chosen = torch.full((len(facts), case.num_heads, rows.max_chosen), -1, dtype=torch.int32)
+    host_table, block_table = _host_table(make, 4, max_blocks), _host_table(make, 4, max_slots)
+    shape = (4, case.num_heads)
+    tables = [torch.full((*shape, size), -1, dtype=kind) for size in (max_slots, max_blocks)]
+    tables.append(make.integers(20, tick, *shape, max_slots, dtype=torch.int32).cpu())
+    tables.append(make.integers(-1, 2, *shape, max_slots, dtype=torch.int32).cpu() * 30)
+    chosen, wanted = (
+        torch.full((len(facts), case.num_heads, size), -1, dtype=torch.int32)
+        for size in (rows.bounds.max_chosen, rows.bounds.max_reach)
+    )
+    filled = set()
     for i, row in enumerate(facts):
         pinned = [*range(row.first), *range(row.last, row.position // BLOCK + 1)]
         for head in range(case.num_heads):
-            count = min(row.budget, row.last - row.first)
-            candidates = make.permutation(row.last - row.first).cpu()
-            chosen[i, head, :count] = candidates[:count].sort().values
-            if row.resident:
+            count, reach = min(row.budget, row.last - row.first), min(row.reach, row.last - row.first)
+            chosen[i, head, :count] = make.permutation(row.last - row.first).cpu()[:count].sort().values
+            wanted[i, head, :reach] = make.permutation(row.last - row.first).cpu()[:reach]
+            if row.resident or (row.table_row, head) in filled:
                 continue
+            filled.add((row.table_row, head))
             others = (row.first + make.permutation(row.last - row.first).cpu()).tolist()
             present = pinned + others[: max(0, row.num_slots - len(pinned) - head)]
             for slot, block in zip(make.permutation(row.num_slots).tolist(), present, strict=False):
-                held[row.table_row, head, slot], home[row.table_row, head, block] = block, slot
-    on_device = [x.clone().to(case.device) for x in (held, home, stamps)]
-    now = torch.tensor([tick], dtype=torch.int32, device=case.device)
-    plan = copy_plan.plan_copies(
-        chosen.to(case.device), rows, tables[0], tables[1], on_device[0], on_device[1], on_device[2], now, BLOCK
-    )
-    host_table, block_table = (x.cpu() for x in tables)
+                tables[0][row.table_row, head, slot], tables[1][row.table_row, head, block] = block, slot
+    tables[3][tables[0] < 0] = -1
+    on_device = copy_plan.Tables(*(x.clone().to(case.device) for x in tables))
+    counts = torch.ones(len(facts), case.num_heads, 3, dtype=torch.int32, device=case.device)
+    common = (rows, host_table, block_table, on_device, torch.tensor([tick], dtype=torch.int32, device=case.device))
+    plan = copy_plan.plan_copies(chosen.to(case.device), *common, counts, BLOCK)
+    ahead = copy_plan.plan_ahead(wanted.to(case.device), *common, counts)
+
+    def copied(row: RowFacts, copies: list[tuple[int, int]]) -> torch.Tensor:
+        """(host block, page) of (block, slot)."""
+        pairs = [(int(host_table[row.table_row, b]), int(block_table[row.table_row, s])) for b, s in copies]
+        return torch.tensor(pairs).view(-1, 2)
+
     for i, row in enumerate(facts):
         for head in range(case.num_heads):
             at = (row.table_row, head)
-            count = min(row.budget, row.last - row.first)
-            lists: list[list[int]] = [x[at].tolist() for x in (held, home, stamps)]
+            count, reach = min(row.budget, row.last - row.first), min(row.reach, row.last - row.first)
             slots = list(range(row.position // BLOCK + 1))
             copies: list[tuple[int, int]] = []
+            coming: list[tuple[int, int]] = []
+            came = 0
             if not row.resident:
-                slots, copies = reference.plan_copies(
+                lists = reference.Slots(*(x[at].tolist() for x in tables))
+                slots, copies, came = reference.plan_copies(
                     chosen[i, head, :count].tolist(), row.first, row.last, row.position, row.num_slots, BLOCK,
-                    lists[0], lists[1], lists[2], tick,
+                    lists, tick, fetches=row.fetches, probe=row.probe,
                 )  # fmt: skip
-            for x, new in zip((held, home, stamps), lists, strict=True):
-                x[at] = torch.tensor(new)
+                coming = reference.plan_ahead(
+                    wanted[i, head, :reach].tolist(), row.first, row.last, row.num_slots, row.limit, lists, tick
+                )
+                new = (lists.block_in_slot, lists.slot_of_block, lists.last_selected, lists.fetched)
+                for x, values in zip(tables, new, strict=True):
+                    x[at] = torch.tensor(values)
             pages = [int(block_table[row.table_row, slot]) if slot >= 0 else -1 for slot in slots]
-            pages += [-1] * (rows.max_attended - len(pages))
+            pages += [-1] * (rows.bounds.max_attended - len(pages))
             yield "pages", plan.pages[i, head].cpu(), torch.tensor(pages)
-            yield "missing", plan.num_missing[i, head].cpu(), torch.tensor(len(copies) + slots.count(-1))
-            wanted = [(int(host_table[row.table_row, b]), int(block_table[row.table_row, s])) for b, s in copies]
-            number = len(copies)
+            missing, number = len(copies) + slots.count(-1), len(copies)
+            fetching = missing if row.fetches and not row.probe else 0
+            yield "missing", plan.num_missing[i, head].cpu(), torch.tensor(fetching)
             got = torch.stack((plan.sources[i, head, :number], plan.targets[i, head, :number]), 1).cpu()
-            yield "copies", got, torch.tensor(wanted).view(-1, 2)
-            without = plan.targets[i, head, number : number + slots.count(-1)].cpu()
+            yield "copies", got, copied(row, copies)
+            without = plan.targets[i, head, number:fetching].cpu()
             yield "without", without, torch.full_like(without, -1)
+            number = int(ahead.num_fetched[i, head])
+            got = torch.stack((ahead.sources[i, head, :number], ahead.targets[i, head, :number]), 1).cpu()
+            yield "ahead", got, copied(row, coming)
+            counted = torch.tensor([1 + (0 if row.probe else missing), 1 + len(coming), 1 + came])
+            yield "counts", counts[i, head].cpu(), counted
             tokens = (len(slots) - 1) * BLOCK + row.position % BLOCK + 1
             yield "tokens", plan.num_tokens[i, head].cpu(), torch.tensor(tokens)
-    for name, table, want in zip(("held", "home", "stamps"), on_device, (held, home, stamps), strict=True):
+    after = (on_device.block_in_slot, on_device.slot_of_block, on_device.last_selected, on_device.fetched)
+    for name, table, want in zip(("held", "home", "stamps", "fetched"), after, tables, strict=True):
         yield name, table.cpu(), want
 
 
@@ -453,14 +494,14 @@ def _tail(case: Case) -> Iterator[Comparison]:
     table = _host_table(make, 4, case.count + 4)
     _, _, means, mean_scales = _random_sketch(make, case, table.numel())
     shape = (len(facts), case.num_heads, case.group)
-    logits = 3 * make.normal(*shape, rows.max_candidates, dtype=FP32)
+    logits = 3 * make.normal(*shape, rows.bounds.max_candidates, dtype=FP32)
     logits[:, 0, :, ::3] = -math.inf
     for i, row in enumerate(facts):
         logits[i, :, :, row.last - row.first :] = -math.inf
     kv, pages = _pages(make, case, len(facts), 40)
     tokens = torch.full((len(facts), case.num_heads), 37, dtype=torch.int32, device=case.device)
     q = make.normal(*shape, case.head_dim)
-    splits, tails = attention.num_splits(pages.shape[2]), tail_attention.num_splits(rows.max_candidates)
+    splits, tails = attention.num_splits(pages.shape[2]), tail_attention.num_splits(rows.bounds.max_candidates)
     states = torch.empty(*shape, splits + tails, case.head_dim, device=case.device)
     lse = torch.empty(*shape, splits + tails, device=case.device)
     attention.sparse_attention(q, kv, pages, tokens, states, lse)

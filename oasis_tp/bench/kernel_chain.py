@@ -90,6 +90,7 @@ class DecodeLayer:
         # The rotation's signs, read off the rotation itself: a unit vector turns into its sign over sqrt(D).
         self.signs = rotate_torch(torch.eye(head_dim))[:, 0].sign().to(device)
         self.tick = torch.zeros(1, dtype=torch.int32, device=device)
+        self.counts = torch.zeros(num_rows, num_heads, 3, dtype=torch.int32, device=device)
         facts = [
             RowFacts(
                 table_row=row,
@@ -119,15 +120,16 @@ class DecodeLayer:
             rows,
             self.host_table,
             self.block_table,
-            tables.block_in_slot[0],
-            tables.slot_of_block[0],
-            tables.last_selected[0],
+            copy_plan.Tables(
+                tables.block_in_slot[0], tables.slot_of_block[0], tables.last_selected[0], tables.fetched[0]
+            ),
             self.tick,
+            self.counts,
             BLOCK,
         )
         gather.gather(self.host, self.kv, plan.sources, plan.targets, plan.num_missing)
-        splits = attention.num_splits(rows.max_attended)
-        num_states = splits + tail_attention.num_splits(rows.max_candidates)
+        splits = attention.num_splits(rows.bounds.max_attended)
+        num_states = splits + tail_attention.num_splits(rows.bounds.max_candidates)
         states = torch.empty(*q.shape[:3], num_states, q.shape[3], dtype=torch.float32, device=q.device)
         lse = torch.empty(*q.shape[:3], num_states, dtype=torch.float32, device=q.device)
         attention.sparse_attention(q, self.kv, plan.pages, plan.num_tokens, states, lse)

@@ -14,6 +14,7 @@ from oasis_tp.engine.model_runner import ModelRunner
 from oasis_tp.engine.plan import StepPlan
 from oasis_tp.engine.sampler import Sampled
 from oasis_tp.engine.scheduler import Scheduler
+from oasis_tp.sparse.cpu_decode import CpuStep
 from oasis_tp.sparse.select import select_blocks
 from oasis_tp.sparse.sketch import Sketch, top_blocks
 
@@ -113,8 +114,8 @@ class Watch:
         state, (first, last) = row.state, row.candidates
         assert state.sketch is not None and state.selection.budget is not None
         heads = self.cache.layout.num_kv_heads
-        if batch.cpu_step is not None:
-            estimate = batch.cpu_step.estimate[index, :, : self.cache.group * (last - first)]
+        if isinstance(batch.step, CpuStep):
+            estimate = batch.step.estimate[index, :, : self.cache.group * (last - first)]
             scores = Sketch.group_scores(estimate.view(heads, self.cache.group, last - first))
             return first + top_blocks(scores, state.selection.budget)
         grouped = q.view(heads, -1, self.cache.layout.head_dim)

@@ -62,7 +62,7 @@ def step_calls(layer: DecodeLayer, q: torch.Tensor) -> Iterator[Call]:
     recorded = record(layer, q)
     group, head_dim = q.shape[2], q.shape[3]
     heads = q.shape[0] * q.shape[1]
-    candidates, attended = layer.rows.max_candidates, layer.rows.max_attended
+    candidates, attended = layer.rows.bounds.max_candidates, layer.rows.bounds.max_attended
     codes, token_scales, means, mean_scales = (x[0, 0, 0] for x in layer.sketch.tensors())
     mean_bytes = (means.nbytes + mean_scales.nbytes) // 2  # of keys or of values
     block_bytes = layer.kv[0, 0].nbytes

@@ -1,11 +1,11 @@
 """What the decoded rows of a step need: a request's tensors on this rank, and the step's view of them."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from oasis_tp.kv.layout import SelectionLayout
-from oasis_tp.sparse.cpu_decode import CpuStep
 from oasis_tp.sparse.lookahead import NONE, Lookahead
 from oasis_tp.sparse.sketch import Sketch
 
@@ -15,12 +15,20 @@ class RowStats:
     """What one request's decoding did on this rank. Tensors stay on the device until the request ends."""
 
     missed_mass: torch.Tensor  # [] fp32, summed over rows, layers and local query heads
-    prefetched: torch.Tensor  # [3] int64: blocks ordered ahead, selected after they landed, selected before
+    counts: torch.Tensor  # [4] int64: blocks missed, ordered ahead, selected after they landed, selected before
     missed_mass_count: int = 0
     selected_blocks: int = 0
-    missed_blocks: int = 0
     attended_tokens: int = 0
     context_tokens: int = 0
+
+    @property
+    def missed_blocks(self) -> int:
+        return int(self.counts[0])
+
+    @property
+    def prefetched(self) -> torch.Tensor:
+        """[3] int64: blocks ordered ahead, selected after they landed, selected before."""
+        return self.counts[1:]
 
 
 @dataclass(slots=True)
@@ -92,4 +100,5 @@ class DecodeBatch:
     rows: list[DecodeRow] = field(default_factory=list)
     open_pages: torch.Tensor | None = None  # [layer, row, local_kv_head] int64
     offsets: torch.Tensor | None = None  # [row] int64, position inside the block
-    cpu_step: CpuStep | None = None
+    step: Any = None
+    """The kernels' own view of the rows, where kernels decode them: a CpuStep or a TritonStep."""

@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,10 +16,13 @@ from oasis_tp.kv.residency import NOTHING, Residency
 from oasis_tp.kv.transfers import Transfers, Wanted
 from oasis_tp.nn.attention import attend_blocks, attend_chunk
 from oasis_tp.request import Request
-from oasis_tp.sparse.cpu_decode import CpuDecode, CpuRow, CpuStep
+from oasis_tp.sparse.cpu_decode import CpuDecode, CpuStep
 from oasis_tp.sparse.lookahead import NONE, Lookahead, most_wanted
 from oasis_tp.sparse.select import rank_blocks, select_blocks
 from oasis_tp.sparse.sketch import Sketch
+
+if TYPE_CHECKING:
+    from oasis_tp.sparse.triton_decode import TritonDecode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,13 +48,21 @@ class KvCache:
     resident; the last row of a request brings in ahead what the next step may want (sparse/lookahead.py); a block whose
     last token is committed is sealed: sketched and written through.
 
-    Rows decode through torch operations, or, in fp32 on a CPU with a C++ compiler, through sparse/cpu_decode.py.
+    Rows decode through compiled code (sparse/cpu_decode.py, with `library`), through the Triton kernels
+    (sparse/triton_decode.py, with `use_triton`), or else through torch operations, here.
     `recall` False makes rows attend only what is resident: a control for measurements, never an engine mode.
     """
 
     def __init__(
-        self, shape: CacheShape, dtype: torch.dtype, device: torch.device, cpu_library: ctypes.CDLL | None = None
+        self,
+        shape: CacheShape,
+        dtype: torch.dtype,
+        device: torch.device,
+        library: ctypes.CDLL | None = None,
+        *,
+        use_triton: bool = False,
     ) -> None:
+        """`library` (kernels/cpu.py): for fp32 on a CPU."""
         layout, capacity = shape.layout, shape.capacity
         self.layout = layout
         self.device = device
@@ -60,7 +72,7 @@ class KvCache:
         self.transfers: Transfers | None = None
         if shape.host_tier:
             host = HostTier(layout, capacity.num_host_blocks, dtype, pin=device.type == "cuda")
-            self.transfers = Transfers(self.pool, host, library=cpu_library if device.type == "cpu" else None)
+            self.transfers = Transfers(self.pool, host, library=library)
         self.sketches = {
             kind: Sketch(
                 kind,
@@ -81,9 +93,14 @@ class KvCache:
             max_blocks=layout.num_blocks(shape.max_model_len),
             device=device,
         )
-        self.cpu: CpuDecode | None = None
-        if cpu_library is not None and device.type == "cpu" and dtype == torch.float32:
-            self.cpu = CpuDecode(cpu_library, self.pool, self.residency, self.transfers, self.sketches, shape.group)
+        self.decoder: CpuDecode | TritonDecode | None = None
+        parts = (self.pool, self.residency, self.transfers, self.sketches, shape.group)
+        if use_triton:
+            from oasis_tp.sparse import triton_decode  # loads triton, which not everybody needs
+
+            self.decoder = triton_decode.TritonDecode(*parts)
+        elif library is not None:
+            self.decoder = CpuDecode(library, *parts)
         # One layer's K and V of the prompt being prefilled: [K|V, local_kv_head, tokens, head_dim]
         padded = layout.num_blocks(shape.max_model_len) * layout.block_size
         self._prompt_kv = torch.empty(2, layout.num_kv_heads, padded, layout.head_dim, dtype=dtype, device=device)
@@ -92,20 +109,32 @@ class KvCache:
         """Set up a request's row from what the scheduler reserved for it; `prefetch`: its rows look ahead."""
         num_blocks = self.layout.num_blocks(request.max_total_tokens)
         host_blocks = torch.tensor(request.host_blocks[:num_blocks], dtype=torch.int64)
+        pages = torch.tensor(request.pages, dtype=torch.int64, device=self.device)
+        on_device = host_blocks.to(self.device)
         self.residency.clear(request.row)
+        stats = RowStats(torch.zeros((), device=self.device), torch.zeros(4, dtype=torch.int64, device=self.device))
+        if not isinstance(self.decoder, CpuDecode | None):
+            self.decoder.admit(request.row, pages, on_device)
+            stats = RowStats(self.decoder.missed_mass[request.row], self.decoder.counts[request.row])
         return RowState(
             row=request.row,
             selection=selection,
-            pages=torch.tensor(request.pages, dtype=torch.int64, device=self.device),
-            host_blocks=host_blocks.to(self.device),
+            pages=pages,
+            host_blocks=on_device,
             host_blocks_cpu=host_blocks,
             resident=len(request.pages) == num_blocks,
             sketch=None if selection.budget is None else self.sketches[request.sparsity.sketch],
             use_tail=request.sparsity.tail_estimate,
-            stats=RowStats(torch.zeros((), device=self.device), torch.zeros(3, dtype=torch.int64, device=self.device)),
+            stats=stats,
             lookahead=Lookahead.of(selection, request.sparsity.fetch_ratio) if prefetch else NONE,
             recall=request.sparsity.attention != "paper",
         )
+
+    def count_loads(self, state: RowState) -> None:
+        """A request is over: what kernels loaded for it by plans of their own counts as moved from now on."""
+        if self.transfers is not None and not isinstance(self.decoder, CpuDecode | None):
+            fetched = state.stats.missed_blocks if self.recall and state.recall else 0
+            self.transfers.count_planned(fetched + int(state.stats.prefetched[0]))
 
     def release(self, state: RowState) -> None:
         """A request is over: no copy touches its pages and host blocks any more."""
@@ -222,8 +251,21 @@ class KvCache:
             batch.rows.append(row)
             if not probe:
                 self._book(row)
-        if self.cpu is not None:
-            batch.cpu_step = self.cpu.begin([self._cpu_row(self.cpu, row) for row in batch.rows])
+        if isinstance(self.decoder, CpuDecode):
+            batch.step = self.decoder.begin(
+                [
+                    self.decoder.row(
+                        **self._facts(row),
+                        pages=row.state.pages,
+                        host_blocks=row.state.host_blocks,
+                        tick=self.residency.tick,
+                    )
+                    for row in batch.rows
+                ]
+            )
+        elif self.decoder is not None:
+            rows = [self.decoder.row(**self._facts(row), num_slots=row.state.num_slots) for row in batch.rows]
+            batch.step = self.decoder.begin(rows, self.residency.tick)
         else:
             batch.open_pages = torch.stack([self._pages_of(row.state, row.block) for row in batch.rows], dim=1)
             batch.offsets = torch.tensor([position % block for position in positions], device=self.device)
@@ -249,11 +291,14 @@ class KvCache:
         if self.transfers is not None and not all(row.state.recall for row in batch.rows):
             # Without recall, what has landed shows in the answer: make it what was ordered.
             self.transfers.settle(layer)
-        if self.cpu is not None and batch.cpu_step is not None:
-            out = self.cpu.run(layer, batch.cpu_step, q.contiguous(), k.contiguous(), v.contiguous())
+        if isinstance(self.decoder, CpuDecode):
+            assert isinstance(batch.step, CpuStep)
+            out = self.decoder.run(layer, batch.step, q.contiguous(), k.contiguous(), v.contiguous())
             if layer == self.layout.num_layers - 1:
-                self._count(batch, batch.cpu_step)
+                self._count(batch, batch.step)
             return out
+        if self.decoder is not None:
+            return self.decoder.run(layer, batch.step, q, k, v)
         assert batch.open_pages is not None and batch.offsets is not None
         self.pool.write_tokens(layer, batch.open_pages[layer], batch.offsets, k, v)
         ahead: list[Wanted] = []
@@ -267,10 +312,10 @@ class KvCache:
         """Take over what the compiled path counted in a step's layers."""
         for index, row in enumerate(batch.rows):
             stats = row.state.stats
-            stats.prefetched += step.prefetched[index].sum(0)
+            stats.counts[1:] += step.prefetched[index].sum(0)
             if not row.probe:
                 stats.missed_mass += step.missed_mass[index].sum()
-                stats.missed_blocks += int(step.missed_blocks[index].sum())
+                stats.counts[0] += step.missed_blocks[index].sum()
 
     def seal(self, state: RowState, block: int) -> None:
         """A block's last token is committed: sketch it and write it through, in every layer."""
@@ -308,24 +353,22 @@ class KvCache:
         stats.attended_tokens += row.num_attended_tokens
         stats.context_tokens += row.position + 1
 
-    def _cpu_row(self, cpu: CpuDecode, row: DecodeRow) -> CpuRow:
+    def _facts(self, row: DecodeRow) -> dict[str, Any]:
+        """What both kernels' views of a row say."""
         state = row.state
-        return cpu.row(
-            sketch=state.sketch,
-            pages=state.pages,
-            host_blocks=state.host_blocks,
-            candidates=row.candidates,
-            budget=state.selection.budget,
-            table_row=state.row,
-            position=row.position,
-            resident=state.resident,
-            use_tail=state.use_tail,
-            recall=self.recall and state.recall,
-            tick=self.residency.tick,
-            probe=row.probe,
-            reach=row.lookahead.reach,
-            fetch_limit=row.lookahead.limit,
-        )
+        return {
+            "sketch": state.sketch,
+            "candidates": row.candidates,
+            "budget": state.selection.budget,
+            "table_row": state.row,
+            "position": row.position,
+            "resident": state.resident,
+            "use_tail": state.use_tail,
+            "recall": self.recall and state.recall,
+            "probe": row.probe,
+            "reach": row.lookahead.reach,
+            "fetch_limit": row.lookahead.limit,
+        }
 
     def _read_prompt(self, layer: int, state: RowState, stop: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Fill the first `stop` tokens (a block border) of a layer's prompt buffers from where they are kept."""
@@ -403,7 +446,7 @@ class KvCache:
         state.stats.prefetched[2] += late
         must_wait = in_flight != NOTHING and bool(late)
         heads, columns = missing.nonzero(as_tuple=True)
-        state.stats.missed_blocks += heads.numel()
+        state.stats.counts[0] += heads.numel()
         fetches = heads.numel() > 0 and self.recall and state.recall
         wanted = blocks[heads, columns]
         if fetches:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from oasis_tp.comm import TpGroup
+from oasis_tp.engine.cuda_graphs import DecodeGraphs, Tensors
 from oasis_tp.engine.decode_batch import RowState, RowStats
 from oasis_tp.engine.kv_cache import KvCache
 from oasis_tp.engine.plan import PrefillChunk, StepPlan
@@ -46,8 +47,11 @@ class ModelRunner:
     but the sampled ids.
     """
 
-    def __init__(self, model: LlamaModel, cache: KvCache, tp: TpGroup, sampler: Sampler) -> None:
+    def __init__(
+        self, model: LlamaModel, cache: KvCache, tp: TpGroup, sampler: Sampler, graphs: DecodeGraphs | None = None
+    ) -> None:
         self.model = model
+        self.graphs = graphs
         self.cache = cache
         self.tp = tp
         self.sampler = sampler
@@ -86,8 +90,10 @@ class ModelRunner:
         return sampled
 
     def stats(self, request: Request) -> RowStats:
-        """What a request did on this rank; valid until its row is given to another one."""
-        return self.states[request.row].stats
+        """What an ended request did on this rank; valid until its row is given to another one."""
+        state = self.states[request.row]
+        self.cache.count_loads(state)
+        return state.stats
 
     def _forward(self, plan: StepPlan) -> torch.Tensor | None:
         """Logits [rows, vocab] at rank 0: decoded rows, then prompts that end.
@@ -120,9 +126,18 @@ class ModelRunner:
             is_probe += [False] * (1 + len(drafts)) + [True] * len(probes)
             num_rows[request.request_id] = len(tokens)
         batch = self.cache.prepare(states, positions, is_probe)
-        hidden = self._pass(
-            token_ids, positions, lambda layer, q, k, v: self.cache.decode(layer, batch, q, k, v), num_rows
-        )
+        inputs = self._upload(token_ids, positions)
+        if self.graphs is None or batch.step is None:
+            outputs = self._pass(inputs, lambda layer, q, k, v: self.cache.decode(layer, batch, q, k, v))
+        else:
+            step = batch.step
+
+            def forward(inputs: Tensors) -> Tensors:
+                step.inputs = inputs[2]
+                return self._pass(inputs[:2], lambda layer, q, k, v: self.cache.decode(layer, batch, q, k, v))
+
+            outputs = self.graphs.run(step.key, [*inputs, step.inputs], forward)
+        hidden = self._keep_features(outputs, num_rows)
         if not any(is_probe):
             return [hidden]
         return [hidden[[row for row, probe in enumerate(is_probe) if not probe]]]
@@ -136,9 +151,10 @@ class ModelRunner:
             token_ids += chunk.request.spec.prompt_ids[chunk.start : chunk.stop]
             positions += range(chunk.start, chunk.stop)
         num_rows = {segment.chunk.request.request_id: segment.last - segment.first for segment in segments}
-        hidden = self._pass(
-            token_ids, positions, lambda layer, q, k, v: self._attend(layer, q, k, v, segments), num_rows
+        outputs = self._pass(
+            self._upload(token_ids, positions), lambda layer, q, k, v: self._attend(layer, q, k, v, segments)
         )
+        hidden = self._keep_features(outputs, num_rows)
         for segment in segments:
             request = segment.chunk.request
             if request.spec.sampling.prompt_logprobs is not None:
@@ -146,19 +162,25 @@ class ModelRunner:
                 self._prompt_logprobs.setdefault(request.row, []).extend(scores)
         return [hidden[segment.last - 1 : segment.last] for segment in segments if segment.end is not None]
 
-    def _pass(
-        self, token_ids: list[int], positions: list[int], attend: Attend, num_rows: dict[int, int]
-    ) -> torch.Tensor:
-        """Hidden states [T, hidden]; `num_rows` of each request id, in the order of the rows."""
+    def _upload(self, token_ids: list[int], positions: list[int]) -> list[torch.Tensor]:
         device = self.model.device
+        return [torch.tensor(token_ids, device=device), torch.tensor(positions, device=device)]
+
+    def _pass(self, inputs: Tensors, attend: Attend) -> Tensors:
+        """Hidden states [T, hidden] of token ids and positions [T]; then, for a drafter that wants them, those that
+        enter its `feature_layers`, side by side.
+        """
         features = dict.fromkeys(self.feature_layers, torch.empty(0)) if self.feature_layers else None
-        hidden = self.model.forward(
-            torch.tensor(token_ids, device=device), torch.tensor(positions, device=device), attend, features
-        )
-        if features is not None:
-            side_by_side = torch.cat([features[layer] for layer in self.feature_layers], dim=-1)
-            self.features |= zip(num_rows, side_by_side.split(list(num_rows.values())), strict=True)
-        return hidden
+        hidden = self.model.forward(inputs[0], inputs[1], attend, features)
+        if features is None:
+            return [hidden]
+        return [hidden, torch.cat([features[layer] for layer in self.feature_layers], dim=-1)]
+
+    def _keep_features(self, outputs: Tensors, num_rows: dict[int, int]) -> torch.Tensor:
+        """The hidden states; `num_rows` of each request id, in the order of the rows."""
+        if len(outputs) > 1:
+            self.features |= zip(num_rows, outputs[1].split(list(num_rows.values())), strict=True)
+        return outputs[0]
 
     def _segment(self, chunk: PrefillChunk, first: int) -> Segment:
         mask = causal_mask(chunk.start, chunk.stop, self.model.dtype, self.model.device)

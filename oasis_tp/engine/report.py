@@ -66,10 +66,7 @@ def kv_stats(runner: ModelRunner, ended: list[Request]) -> list[KvStats]:
         return []
     local = [runner.stats(request) for request in ended]
     totals = torch.tensor(
-        [
-            [float(s.missed_mass), s.missed_mass_count, s.selected_blocks, s.missed_blocks, *s.prefetched.tolist()]
-            for s in local
-        ],
+        [[float(s.missed_mass), s.missed_mass_count, s.selected_blocks, *s.counts.tolist()] for s in local],
         dtype=torch.float64,
     )
     runner.tp.sum_over_ranks(totals)

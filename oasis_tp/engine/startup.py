@@ -1,6 +1,7 @@
 """Start-up: ranks joined, model loaded, memory planned and agreed on, capacity printed. Collective throughout."""
 
 import ctypes
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from oasis_tp.comm import TpGroup
 from oasis_tp.config import NUM_PROBES, Config, SketchKind, SparsityConfig
 from oasis_tp.draft.drafter import Drafter
+from oasis_tp.engine.cuda_graphs import CudaRecorder, DecodeGraphs
 from oasis_tp.engine.drafting import make_drafter
 from oasis_tp.engine.kv_cache import CacheShape, KvCache
 from oasis_tp.engine.memory import GIB, kv_memory
@@ -63,12 +65,12 @@ def start(config: Config, extra_sketches: tuple[SketchKind, ...]) -> Started:
             dtype=dtype,
             device=tp.device,
             max_model_len=max_model_len,
-            library=library[0] if library else None,
+            library=backend.library,
         )
         load_weights(model, model_dir)
         return model
 
-    library = _on_every_rank(tp, lambda: _cpu_library(tp, dtype))
+    backend = _on_every_rank(tp, lambda: _choose_backend(config.model.attention_backend, tp, dtype, arch.head_dim))
     with torch.inference_mode():
         model = _on_every_rank(tp, load)
         # Before memory is planned: what it takes is no longer there.
@@ -76,7 +78,7 @@ def start(config: Config, extra_sketches: tuple[SketchKind, ...]) -> Started:
         shape = _on_every_rank(tp, lambda: _plan_memory(config, model, max_model_len, extra_sketches))
         num_ahead = config.speculation.num_drafts + _num_probes(config, tp)
         shape = _agree(tp, shape, config.sparsity, num_ahead)
-        cache = _on_every_rank(tp, lambda: KvCache(shape, dtype, tp.device, *library))
+        cache = _on_every_rank(tp, lambda: backend.make_cache(shape, dtype, tp.device))
     limits = SchedulerLimits(
         num_pages=shape.capacity.num_pages,
         num_host_blocks=shape.capacity.num_host_blocks,
@@ -94,7 +96,7 @@ def start(config: Config, extra_sketches: tuple[SketchKind, ...]) -> Started:
         sparsity=config.sparsity,
     )
     _print_capacity(config.sparsity, num_ahead, model, cache, shape, drafter)
-    runner = ModelRunner(model, cache, tp, Sampler(config.model.seed))
+    runner = ModelRunner(model, cache, tp, Sampler(config.model.seed), _graphs(config, tp, backend))
     runner.feature_layers = drafter.feature_layers if drafter else ()
     return Started(runner, drafter, limits, model_dir)
 
@@ -121,18 +123,51 @@ def _on_every_rank(tp: TpGroup, action: Callable[[], T]) -> T:
     return result
 
 
-def _cpu_library(tp: TpGroup, dtype: torch.dtype) -> list[ctypes.CDLL]:
-    """The compiled CPU path where it applies, else nothing."""
-    if tp.device.type != "cpu" or dtype != torch.float32:
-        return []
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What decodes: compiled code for the CPU, Triton kernels, or neither of them."""
+
+    library: ctypes.CDLL | None = None
+    use_triton: bool = False
+
+    def make_cache(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> KvCache:
+        return KvCache(shape, dtype, device, self.library, use_triton=self.use_triton)
+
+
+def _choose_backend(name: str, tp: TpGroup, dtype: torch.dtype, head_dim: int) -> Backend:
+    """
+    Raises:
+        ValueError: the one that was asked for cannot work here.
+    """
+    on_cuda = tp.device.type == "cuda"
+    fits = head_dim >= 16 and head_dim & (head_dim - 1) == 0
+    if name == "triton" and not fits:
+        raise ValueError(f"--attention-backend triton: the model's head_dim is {head_dim}, no power of two from 16 on")
+    if name == "triton" and not on_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError("--attention-backend triton runs on CUDA (on a CPU for tests only, with TRITON_INTERPRET=1)")
+    if name == "triton" or (name == "auto" and on_cuda and fits):
+        return Backend(use_triton=True)
+    compiles = not on_cuda and dtype == torch.float32
+    if name == "cpp" and not compiles:
+        raise ValueError(f"--attention-backend cpp is for float32 on a CPU; this is {dtype} on {tp.device.type}")
+    if name == "torch" or not compiles:
+        return Backend()
     why = "no C++ compiler is found"
     try:
         library = load_library(cache_dir())
     except ValueError as error:
         library, why = None, str(error)
+    if library is None and name == "cpp":
+        raise ValueError(f"--attention-backend cpp: {why}")
     if library is None and tp.rank == 0:
         print(f"oasis_tp: {why}; decoding works, several times slower than with one", flush=True)
-    return [] if library is None else [library]
+    return Backend(library)
+
+
+def _graphs(config: Config, tp: TpGroup, backend: Backend) -> DecodeGraphs | None:
+    """Where every launch of a step can be captured: collectives that pass the host cannot."""
+    captures = backend.use_triton and tp.device.type == "cuda" and tp.collective in ("none", "nccl")
+    return DecodeGraphs(CudaRecorder()) if captures and not config.model.enforce_eager else None
 
 
 def _find_model(config: Config) -> tuple[Path, ModelArch, int]:

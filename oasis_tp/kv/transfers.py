@@ -82,6 +82,10 @@ class Transfers:
     - `release` ends a row's copies before its pages and host blocks can go to another one: it raises the row's epoch,
       so that parts of the old epoch that have not begun never will, and waits for those that have.
     - Of one layer there is one prefetch under way at a time, so its tick says which slots are in flight.
+
+    Plans that lie on the device (kernels/copy_plan.py) go by `load_planned` and `prefetch_planned`, of which the host
+    does not know what they move. They come after everything the compute was given, `join` ends those beside it, and
+    the caller settles the stores before its first one: what would else ask `in_flight` finds nothing.
     """
 
     def __init__(
@@ -108,6 +112,7 @@ class Transfers:
         self._epochs: defaultdict[int, int] = defaultdict(int)
         self._epochs_lock = threading.Lock()
         self._stores: list[_Order] = []
+        self._planned: list[Point] = []
         self._prefetches: list[_Order | None] = [None] * pool.layout.num_layers
 
     def store_computed(self, layer: int, host_blocks: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Ticket:
@@ -172,6 +177,45 @@ class Transfers:
         )
         self._prefetches[layer] = order
         return order.ticket
+
+    def load_planned(self, layer: int, host_blocks: torch.Tensor, pages: torch.Tensor, counts: torch.Tensor) -> None:
+        """Load blocks of one layer by a plan on the device: host_blocks and pages [row, head, n] int32, of which the
+        first counts [row, head] int32 are set; where the page is -1 nothing is copied.
+        """
+        self.engine.run(lambda: self._copy_planned(layer, host_blocks, pages, counts))
+
+    def prefetch_planned(
+        self, layer: int, host_blocks: torch.Tensor, pages: torch.Tensor, counts: torch.Tensor
+    ) -> None:
+        """The same in the background, until `join`."""
+
+        @torch.inference_mode()
+        def copy() -> None:
+            self._copy_planned(layer, host_blocks, pages, counts)
+
+        self._planned.append(self.engine.submit(copy, [self.engine.now()]))
+
+    def join(self) -> None:
+        """Whatever the compute does from here on comes after all planned copies."""
+        planned, self._planned = self._planned, []
+        for point in planned:
+            point.wait()
+
+    def count_planned(self, num_blocks: int) -> None:
+        """Add to the bytes moved what planned copies turned out to have loaded."""
+        self._loaded(num_blocks)
+
+    def _copy_planned(self, layer: int, host_blocks: torch.Tensor, pages: torch.Tensor, counts: torch.Tensor) -> None:
+        if self.pool.kv.is_cuda:
+            from oasis_tp.kernels.gather import gather
+
+            gather(self.host.kv[layer], self.pool.kv[layer], host_blocks, pages, counts)
+            return
+        set_here = torch.arange(pages.shape[2]) < counts[:, :, None]
+        rows, heads, columns = (set_here & (pages >= 0)).nonzero(as_tuple=True)
+        at = (rows, heads, columns)
+        targets, sources = self._block_index(layer, heads, host_blocks[at].long(), pages[at].long())
+        _index_copy(self._pool_blocks, targets, self._host_blocks, sources)
 
     def in_flight(self, layer: int) -> int:
         """The tick of the layer's prefetch under way; NOTHING if it has landed."""

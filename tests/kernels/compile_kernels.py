@@ -30,7 +30,7 @@ from oasis_tp.kernels import (
     tail_attention,
     top_blocks,
 )
-from oasis_tp.kernels.rows import Rows
+from oasis_tp.kernels.rows import Bounds, Rows
 
 MODULES = (
     *("attention", "copy_plan", "gather", "group_scores", "merge_states", "rms_norm", "rope_store", "rotate"),
@@ -77,7 +77,8 @@ def launch_all(dtype: torch.dtype, head_dim: int, bits: int) -> None:
     """Every wrapper once, as a decode step of 3 rows calls it: 2 KV heads in groups of 4, 1,000 candidates."""
     i16, i32, i64, f16, f32 = torch.int16, torch.int32, torch.int64, torch.float16, torch.float32
     num_rows, heads, group, blocks, block, candidates = 3, 2, 4, 1004, 16, 1000
-    rows = Rows(meta(num_rows, 8, dtype=i32), candidates, 64, 80)
+    bounds = Bounds(max_candidates=candidates, max_chosen=64, max_attended=80, max_reach=80, max_limit=32, waves=(2, 1))
+    rows = Rows(meta(num_rows, 12, dtype=i32), meta(num_rows, dtype=i32), bounds)
     kv = meta(500, heads, 2, block, head_dim, dtype=dtype)
     host = meta(heads, 5000, 2, block, head_dim, dtype=dtype)
     q = meta(num_rows, heads, group, head_dim, dtype=dtype)
@@ -99,9 +100,16 @@ def launch_all(dtype: torch.dtype, head_dim: int, bits: int) -> None:
     seal.seal_bounds(kv[:, :, 0], pages, ids, bounds)
     scores, tail_logits = score.score(q, rotated, host_table, rows, *sketch)
     score.score_bounds(q, host_table, rows, bounds, block)
-    chosen = top_blocks.top_blocks(group_scores.group_scores(scores, rows), rows, tail_logits)
-    tables = (meta(4, heads, 160, dtype=i16), meta(4, heads, blocks, dtype=i16), meta(4, heads, 160, dtype=i32))
-    plan = copy_plan.plan_copies(chosen, rows, host_table, block_table, *tables, meta(1, dtype=i32), block)
+    shares = group_scores.group_scores(scores, rows)
+    chosen = top_blocks.top_blocks(shares, rows, tail_logits)
+    tables = copy_plan.Tables(
+        *(meta(4, heads, 160, dtype=i16), meta(4, heads, blocks, dtype=i16)),
+        *(meta(4, heads, 160, dtype=i32), meta(4, heads, 160, dtype=i32)),
+    )
+    tick, counts = meta(1, dtype=i32), meta(num_rows, heads, 3, dtype=i32)
+    plan = copy_plan.plan_copies(chosen, rows, host_table, block_table, tables, tick, counts, block)
+    wanted = top_blocks.most_wanted(shares, rows)
+    copy_plan.plan_ahead(wanted, rows, host_table, block_table, tables, tick, counts)
     gather.gather(host, kv, plan.sources, plan.targets, plan.num_missing)
     splits, tails = attention.num_splits(80), tail_attention.num_splits(candidates)
     states = meta(num_rows, heads, group, splits + tails, head_dim, dtype=f32)

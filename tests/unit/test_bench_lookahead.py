@@ -174,7 +174,7 @@ def watched(llm: LLM, sparsity: SparsityConfig, text: list[int] | None = None) -
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "torch"])
 def test_what_is_watched_adds_up_to_what_the_engine_counts(llm: LLM, compiled: bool) -> None:
     cache = llm.engine.runner.cache
-    path, cache.cpu = cache.cpu, cache.cpu if compiled else None
+    path, cache.decoder = cache.decoder, cache.decoder if compiled else None
     try:
         # Without drafts and prefetching every row is a first row, and nothing is in flight.
         bench_without = SparsityConfig(budget_tokens=32, recent_tokens=32, hot_factor=2.0, prefetch="off")
@@ -182,7 +182,7 @@ def test_what_is_watched_adds_up_to_what_the_engine_counts(llm: LLM, compiled: b
         steps, answer = watched(llm, bench_without, text=[])
         llm.engine.drafter = drafter
     finally:
-        cache.cpu = path
+        cache.decoder = path
     assert len(steps) == 23 and len(set(answer.token_ids)) > 10
     selected = sum(int(s.figures["selected"].sum()) for s in steps)
     resident = sum(int(s.figures["resident"].sum()) for s in steps)
