@@ -27,6 +27,7 @@ from oasis_tp.models.llama import LlamaModel
 from oasis_tp.models.registry import load_arch
 from oasis_tp.models.tokenizer import Tokenizer, load_tokenizer
 from oasis_tp.models.weights import load_weights
+from oasis_tp.nn.ops import Place
 from oasis_tp.sparse.sketch import Sketch, top_blocks
 from oasis_tp.sparse.sketch_size import CODE_BITS, sketch_bytes_per_block
 
@@ -236,7 +237,7 @@ def main(args: argparse.Namespace) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model_dir = resolve_model(args.model, args.revision)
     arch, tokenizer = load_arch(model_dir), load_tokenizer(model_dir)
-    model = LlamaModel(arch, TpGroup.single(device), dtype=torch.float32, device=device, max_model_len=PROMPT_TOKENS)
+    model = LlamaModel(arch, TpGroup.single(device), Place(torch.float32, device), max_model_len=PROMPT_TOKENS)
     load_weights(model, model_dir)
     probes = defaultdict(list)
     for kind, ids, positions in make_prompts(tokenizer):

@@ -5,7 +5,6 @@ states of a low, a middle and a high layer through one matrix `fc`. Further ahea
 nothing yet, the head's own output takes the features' place.
 """
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,8 @@ from oasis_tp.models.llama import Attend, Mlp
 from oasis_tp.models.registry import ModelArch, load_arch, read_json
 from oasis_tp.nn.embedding import VocabEmbedding
 from oasis_tp.nn.linear import ColumnLinear, RowLinear
-from oasis_tp.nn.norm import RmsNorm
-from oasis_tp.nn.rotary import RotaryTable, split_rotated
+from oasis_tp.nn.ops import Place
+from oasis_tp.nn.rotary import RotaryTable
 
 if TYPE_CHECKING:
     from oasis_tp.comm import TpGroup
@@ -83,30 +82,27 @@ class Eagle3Head:
         target_hidden_size: int,
         target_embed: Callable[[torch.Tensor], torch.Tensor],
         tp: "TpGroup",
+        place: Place,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
         max_model_len: int,
-        library: ctypes.CDLL | None = None,
     ) -> None:
         arch, hidden = config.arch, config.arch.hidden_size
-        self.arch, self.dtype, self.device = arch, dtype, device
+        self.arch, self.ops, self.dtype, self.device = arch, place.ops, place.dtype, place.device
         self.norm_before_residual = config.norm_before_residual
-        place: dict[str, Any] = {"dtype": dtype, "device": device, "library": library}
-        norm: dict[str, Any] = {"size": hidden, "eps": arch.rms_norm_eps, "dtype": dtype, "device": device}
+        norm = (hidden, arch.rms_norm_eps)
         q_size, kv_size = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-        self.fc = ColumnLinear(3 * target_hidden_size, hidden, bias=False, **place)
-        self.input_norm, self.hidden_norm = RmsNorm(**norm), RmsNorm(**norm)
-        self.qkv = ColumnLinear(2 * hidden, q_size + 2 * kv_size, bias=arch.attention_bias, **place)
-        self.out = RowLinear(q_size, hidden, tp, bias=arch.output_bias, **place)
-        self.mlp_norm, self.mlp = RmsNorm(**norm), Mlp(arch, tp, **place)
-        self.norm = RmsNorm(**norm)
-        self.lm_head = VocabEmbedding(config.draft_vocab_size, hidden, tp, **place)
-        self.to_target = torch.empty(config.draft_vocab_size, dtype=torch.int64, device=device)
+        self.fc = ColumnLinear(3 * target_hidden_size, hidden, place, bias=False)
+        self.input_norm, self.hidden_norm = place.rms_norm(*norm), place.rms_norm(*norm)
+        self.qkv = ColumnLinear(2 * hidden, q_size + 2 * kv_size, place, bias=arch.attention_bias)
+        self.out = RowLinear(q_size, hidden, tp, place, bias=arch.output_bias)
+        self.mlp_norm, self.mlp = place.rms_norm(*norm), Mlp(arch, tp, place)
+        self.norm = place.rms_norm(*norm)
+        self.lm_head = VocabEmbedding(config.draft_vocab_size, hidden, tp, place)
+        self.to_target = torch.empty(config.draft_vocab_size, dtype=torch.int64, device=place.device)
         """Target id of each draft id."""
         self.embedding: torch.Tensor | None = None  # [vocab, hidden] where the checkpoint has one
         self._target_embed = target_embed
-        self.rotary = RotaryTable(arch.rope, arch.head_dim, max_model_len, device)
+        self.rotary = RotaryTable(arch.rope, arch.head_dim, max_model_len, place.device)
 
     @property
     def num_bytes(self) -> int:
@@ -128,9 +124,7 @@ class Eagle3Head:
         """
         normed = self.hidden_norm(hidden)
         qkv = self.qkv(torch.cat([self.input_norm(self.embed(next_tokens)), normed], dim=-1))
-        q, k, v = split_rotated(
-            qkv, self.arch.num_heads, self.arch.num_kv_heads, self.rotary.at(positions), None, None, self.qkv.library
-        )
+        q, k, v = self.ops.split_rotated(qkv, self.arch.num_heads, self.arch.num_kv_heads, self.rotary.at(positions))
         before = normed if self.norm_before_residual else hidden
         x = self.out(attend(0, q, k, v).reshape(hidden.shape[0], -1), residual=before)
         return self.mlp(x, self.mlp_norm)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -37,12 +36,6 @@ def make_drafter(config: Config, target: LlamaModel, model_dir: Path, max_model_
     if speculation.spec_method == "ngram":
         return NgramDrafter(min_ngram=speculation.prompt_lookup_min, max_ngram=speculation.prompt_lookup_max)
     alone = TpGroup.single(target.device)
-    place: dict[str, Any] = {
-        "dtype": target.dtype,
-        "device": target.device,
-        "max_model_len": max_model_len,
-        "library": target.head.library,
-    }
     if speculation.spec_method == "eagle3":
         head_dir = resolve_model(speculation.spec_model, option="--spec-model", more_files=["pytorch_model.bin"])
         head_config = load_head_config(head_dir, target.arch)
@@ -51,14 +44,15 @@ def make_drafter(config: Config, target: LlamaModel, model_dir: Path, max_model_
             target.arch.hidden_size,
             target.embedding.lookup,
             alone,
-            **place,
+            target.place,
+            max_model_len=max_model_len,
         )
         load_head(head, head_dir)
         return Eagle3Drafter(head, head_config.feature_layers, num_rows=num_rows, max_model_len=max_model_len)
     draft_dir = resolve_model(speculation.spec_model, option="--spec-model")
     arch = load_arch(draft_dir)
     _check_vocabulary(speculation.spec_model, arch, draft_dir, target.arch, model_dir)
-    model = LlamaModel(arch, alone, **place)
+    model = LlamaModel(arch, alone, target.place, max_model_len=max_model_len)
     load_weights(model, draft_dir)
     return ModelDrafter(model, num_rows=num_rows, max_model_len=max_model_len)
 

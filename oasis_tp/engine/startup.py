@@ -27,6 +27,7 @@ from oasis_tp.models.hub import cache_dir, resolve_model
 from oasis_tp.models.llama import LlamaModel
 from oasis_tp.models.registry import ModelArch, load_arch
 from oasis_tp.models.weights import load_weights, weight_bytes
+from oasis_tp.nn.ops import CpuOps, Ops, Place, TritonOps
 from oasis_tp.sparse.cpu_decode import load_library
 from oasis_tp.sparse.sketch_size import sketch_bytes_per_block
 
@@ -59,14 +60,7 @@ def start(config: Config, extra_sketches: tuple[SketchKind, ...]) -> Started:
     dtype = _choose_dtype(config.model.dtype, arch, tp.device)
 
     def load() -> LlamaModel:
-        model = LlamaModel(
-            arch,
-            tp,
-            dtype=dtype,
-            device=tp.device,
-            max_model_len=max_model_len,
-            library=backend.library,
-        )
+        model = LlamaModel(arch, tp, Place(dtype, tp.device, backend.ops()), max_model_len=max_model_len)
         load_weights(model, model_dir)
         return model
 
@@ -129,6 +123,11 @@ class Backend:
 
     library: ctypes.CDLL | None = None
     use_triton: bool = False
+
+    def ops(self) -> Ops:
+        if self.library is not None:
+            return CpuOps(self.library)
+        return TritonOps() if self.use_triton else Ops()
 
     def make_cache(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> KvCache:
         return KvCache(shape, dtype, device, self.library, use_triton=self.use_triton)

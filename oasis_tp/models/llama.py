@@ -1,8 +1,6 @@
 """The Llama decoder and its kin (Mistral, Qwen2, Qwen3), sharded by heads; attention itself is the caller's."""
 
-import ctypes
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -11,7 +9,8 @@ from oasis_tp.models.registry import ModelArch
 from oasis_tp.nn.embedding import VocabEmbedding
 from oasis_tp.nn.linear import ColumnLinear, RowLinear
 from oasis_tp.nn.norm import RmsNorm
-from oasis_tp.nn.rotary import RotaryTable, split_rotated
+from oasis_tp.nn.ops import Place
+from oasis_tp.nn.rotary import Angles, RotaryTable
 from oasis_tp.sharding import HeadShard, head_shards, split_range
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -21,33 +20,21 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 class Attention:
     """Projections around the caller's attention, for this rank's heads."""
 
-    def __init__(
-        self,
-        arch: ModelArch,
-        shard: HeadShard,
-        tp: TpGroup,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        library: ctypes.CDLL | None,
-    ) -> None:
-        self.arch, self.shard = arch, shard
-        place: dict[str, Any] = {"dtype": dtype, "device": device, "library": library}
+    def __init__(self, arch: ModelArch, shard: HeadShard, tp: TpGroup, place: Place) -> None:
+        self.shard, self.ops = shard, place.ops
         qkv_size = (shard.num_heads + 2 * shard.num_kv_heads) * arch.head_dim
-        self.qkv = ColumnLinear(arch.hidden_size, qkv_size, bias=arch.attention_bias, **place)
-        self.out = RowLinear(shard.num_heads * arch.head_dim, arch.hidden_size, tp, bias=arch.output_bias, **place)
+        self.qkv = ColumnLinear(arch.hidden_size, qkv_size, place, bias=arch.attention_bias)
+        self.out = RowLinear(shard.num_heads * arch.head_dim, arch.hidden_size, tp, place, bias=arch.output_bias)
         self.q_norm = self.k_norm = None
         if arch.qk_norm:
-            self.q_norm = RmsNorm(arch.head_dim, arch.rms_norm_eps, dtype=dtype, device=device)
-            self.k_norm = RmsNorm(arch.head_dim, arch.rms_norm_eps, dtype=dtype, device=device)
+            self.q_norm = place.rms_norm(arch.head_dim, arch.rms_norm_eps)
+            self.k_norm = place.rms_norm(arch.head_dim, arch.rms_norm_eps)
 
-    def __call__(
-        self, layer: int, x: torch.Tensor, norm: RmsNorm, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend
-    ) -> torch.Tensor:
+    def __call__(self, layer: int, x: torch.Tensor, norm: RmsNorm, angles: Angles, attend: Attend) -> torch.Tensor:
         """x + attention(norm(x))."""
         qkv = self.qkv(x, norm=norm)
-        q, k, v = split_rotated(
-            qkv, self.shard.num_heads, self.shard.num_kv_heads, rotary, self.q_norm, self.k_norm, self.qkv.library
+        q, k, v = self.ops.split_rotated(
+            qkv, self.shard.num_heads, self.shard.num_kv_heads, angles, self.q_norm, self.k_norm
         )
         return self.out(attend(layer, q, k, v).reshape(x.shape[0], -1), residual=x)
 
@@ -58,72 +45,44 @@ class Mlp:
     Gate and up are one matrix.
     """
 
-    def __init__(
-        self,
-        arch: ModelArch,
-        tp: TpGroup,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        library: ctypes.CDLL | None,
-    ) -> None:
+    def __init__(self, arch: ModelArch, tp: TpGroup, place: Place) -> None:
         self.start, self.stop = split_range(arch.intermediate_size, tp.size, tp.rank)
         width = self.stop - self.start
-        place: dict[str, Any] = {"dtype": dtype, "device": device, "library": library}
-        self.gate_up = ColumnLinear(arch.hidden_size, 2 * width, bias=False, **place)
-        self.down = RowLinear(width, arch.hidden_size, tp, bias=False, **place)
+        self.gate_up = ColumnLinear(arch.hidden_size, 2 * width, place, bias=False)
+        self.down = RowLinear(width, arch.hidden_size, tp, place, bias=False)
 
     def __call__(self, x: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
         return self.down(self.gate_up(x, norm=norm), residual=x, gated=True)
 
 
 class DecoderLayer:
-    def __init__(
-        self,
-        arch: ModelArch,
-        shard: HeadShard,
-        tp: TpGroup,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        library: ctypes.CDLL | None,
-    ) -> None:
-        self.input_norm = RmsNorm(arch.hidden_size, arch.rms_norm_eps, dtype=dtype, device=device)
-        self.attention = Attention(arch, shard, tp, dtype=dtype, device=device, library=library)
-        self.mlp_norm = RmsNorm(arch.hidden_size, arch.rms_norm_eps, dtype=dtype, device=device)
-        self.mlp = Mlp(arch, tp, dtype=dtype, device=device, library=library)
+    def __init__(self, arch: ModelArch, shard: HeadShard, tp: TpGroup, place: Place) -> None:
+        self.input_norm = place.rms_norm(arch.hidden_size, arch.rms_norm_eps)
+        self.attention = Attention(arch, shard, tp, place)
+        self.mlp_norm = place.rms_norm(arch.hidden_size, arch.rms_norm_eps)
+        self.mlp = Mlp(arch, tp, place)
 
 
 class LlamaModel:
     """One rank's share of a decoder; weights are allocated and not set (see `models.weights.load_weights`).
 
-    Every rank calls `forward` with the same tokens: two all-reduces per layer and one for the embedding. `library` is
-    the compiled CPU path, for fp32 on a CPU: a few rows then pass it, each with bits of its own.
+    Every rank calls `forward` with the same tokens: two all-reduces per layer and one for the embedding.
 
     Raises:
         ValueError: more ranks than query heads.
     """
 
-    def __init__(
-        self,
-        arch: ModelArch,
-        tp: TpGroup,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_model_len: int,
-        library: ctypes.CDLL | None = None,
-    ) -> None:
-        self.arch, self.tp, self.dtype, self.device = arch, tp, dtype, device
+    def __init__(self, arch: ModelArch, tp: TpGroup, place: Place, *, max_model_len: int) -> None:
+        self.arch, self.tp, self.place = arch, tp, place
+        self.dtype, self.device = place.dtype, place.device
         self.shard = head_shards(arch.num_heads, arch.num_kv_heads, tp.size)[tp.rank]
-        place: dict[str, Any] = {"dtype": dtype, "device": device, "library": library}
-        self.embedding = VocabEmbedding(arch.vocab_size, arch.hidden_size, tp, **place)
+        self.embedding = VocabEmbedding(arch.vocab_size, arch.hidden_size, tp, place)
         self.head = self.embedding
         if not arch.tie_word_embeddings:
-            self.head = VocabEmbedding(arch.vocab_size, arch.hidden_size, tp, **place)
-        self.layers = [DecoderLayer(arch, self.shard, tp, **place) for _ in range(arch.num_layers)]
-        self.norm = RmsNorm(arch.hidden_size, arch.rms_norm_eps, dtype=dtype, device=device)
-        self.rotary = RotaryTable(arch.rope, arch.head_dim, max_model_len, device)
+            self.head = VocabEmbedding(arch.vocab_size, arch.hidden_size, tp, place)
+        self.layers = [DecoderLayer(arch, self.shard, tp, place) for _ in range(arch.num_layers)]
+        self.norm = place.rms_norm(arch.hidden_size, arch.rms_norm_eps)
+        self.rotary = RotaryTable(arch.rope, arch.head_dim, max_model_len, place.device)
 
     @property
     def vocab_ranges(self) -> list[tuple[int, int]]:
@@ -143,14 +102,14 @@ class LlamaModel:
         k and v where it wants to find them again. `features` gets, for each layer index it has as a key, the hidden
         states [T, hidden] that enter that layer.
         """
-        rotary = self.rotary.at(positions)
+        angles = self.rotary.at(positions)
         x = self.embedding.lookup(token_ids)
         for index, layer in enumerate(self.layers):
             if features is not None and index in features:
                 features[index] = x.clone()
-            x = layer.attention(index, x, layer.input_norm, rotary, attend)
+            x = layer.attention(index, x, layer.input_norm, angles, attend)
             x = layer.mlp(x, layer.mlp_norm)
-        return self.norm(x)
+        return self.place.ops.norm(x, self.norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [N, hidden] → [N, local_vocab] float32: this rank's range of `vocab_ranges`."""

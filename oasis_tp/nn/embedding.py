@@ -1,13 +1,10 @@
 """The vocabulary cut over the ranks: token embedding and output head."""
 
-import ctypes
-
 import torch
 import torch.nn.functional as F
 
 from oasis_tp.comm import TpGroup
-from oasis_tp.kernels import cpu
-from oasis_tp.nn.linear import FEW_ROWS
+from oasis_tp.nn.ops import Place
 from oasis_tp.sharding import split_range
 
 
@@ -17,22 +14,12 @@ class VocabEmbedding:
     `ranges[r]` is rank r's half-open range of token ids; the ranges may differ in length by one.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        hidden_size: int,
-        tp: TpGroup,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        library: ctypes.CDLL | None = None,
-    ) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, tp: TpGroup, place: Place) -> None:
         assert vocab_size >= tp.size, (vocab_size, tp.size)
-        self.tp = tp
-        self.library = library
+        self.tp, self.ops = tp, place.ops
         self.ranges = [split_range(vocab_size, tp.size, rank) for rank in range(tp.size)]
         self.start, self.stop = self.ranges[tp.rank]
-        self.weight = torch.empty(self.stop - self.start, hidden_size, dtype=dtype, device=device)
+        self.weight = place.empty(self.stop - self.start, hidden_size)
 
     def lookup(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[T] int64 ids below vocab_size → [T, hidden], whole on every rank."""
@@ -44,6 +31,4 @@ class VocabEmbedding:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, hidden] → [N, local_vocab] float32, for this rank's range of ids only."""
-        if self.library is not None and hidden.shape[0] <= FEW_ROWS:
-            return cpu.linear(self.library, hidden, self.weight)
-        return F.linear(hidden, self.weight).float()
+        return self.ops.linear(hidden, self.weight).float()

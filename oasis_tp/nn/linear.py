@@ -1,44 +1,23 @@
 """Linear layers cut over the ranks: by output rows (no communication) or by input columns (one all-reduce)."""
 
-import ctypes
-
 import torch
-import torch.nn.functional as F
 
 from oasis_tp.comm import TpGroup
-from oasis_tp.kernels import cpu
 from oasis_tp.nn.norm import RmsNorm
-
-FEW_ROWS = 128
-"""Most rows for the compiled CPU product: it streams weights, and a row's bits depend on that row alone."""
+from oasis_tp.nn.ops import Place
 
 
 class ColumnLinear:
-    """y = f(x) Wᵀ + b for this rank's rows of W: x [T, in] whole, y [T, local_out] local.
+    """y = f(x) Wᵀ + b for this rank's rows of W: x [T, in] whole, y [T, local_out] local."""
 
-    `library` is the compiled CPU path, for fp32 on a CPU.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        local_out: int,
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        library: ctypes.CDLL | None = None,
-    ) -> None:
-        self.weight = torch.empty(local_out, in_features, dtype=dtype, device=device)
-        self.bias = torch.empty(local_out, dtype=dtype, device=device) if bias else None
-        self.library = library
+    def __init__(self, in_features: int, local_out: int, place: Place, *, bias: bool) -> None:
+        self.ops = place.ops
+        self.weight = place.empty(local_out, in_features)
+        self.bias = place.empty(local_out) if bias else None
 
     def __call__(self, x: torch.Tensor, *, norm: RmsNorm | None = None) -> torch.Tensor:
         """f is `norm`, or nothing."""
-        if self.library is not None and x.shape[0] <= FEW_ROWS:
-            before = None if norm is None else (norm.weight, norm.eps)
-            return cpu.linear(self.library, x, self.weight, bias=self.bias, norm=before)
-        return F.linear(x if norm is None else norm(x), self.weight, self.bias)
+        return self.ops.linear(x, self.weight, self.bias, norm=norm)
 
 
 class RowLinear:
@@ -47,42 +26,16 @@ class RowLinear:
     The products are summed over the ranks; bias and residual are whole on every rank and added once.
     """
 
-    def __init__(
-        self,
-        local_in: int,
-        out_features: int,
-        tp: TpGroup,
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        library: ctypes.CDLL | None = None,
-    ) -> None:
-        self.tp = tp
-        self.weight = torch.empty(out_features, local_in, dtype=dtype, device=device)
-        self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
-        self.library = library
+    def __init__(self, local_in: int, out_features: int, tp: TpGroup, place: Place, *, bias: bool) -> None:
+        self.tp, self.ops = tp, place.ops
+        self.weight = place.empty(out_features, local_in)
+        self.bias = place.empty(out_features) if bias else None
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
         """`gated`: x is [T, 2 * local_in] and f(x) = silu(first half) * second half."""
-        if self.library is not None and x.shape[0] <= FEW_ROWS:
-            alone = self.tp.size == 1
-            y = cpu.linear(
-                self.library,
-                x,
-                self.weight,
-                gated=gated,
-                bias=self.bias if alone else None,
-                residual=residual if alone else None,
-            )
-            if alone:
-                return y
-        else:
-            if gated:
-                gate, up = x.chunk(2, dim=-1)
-                x = F.silu(gate) * up
-            y = F.linear(x, self.weight)
-        y = self.tp.all_reduce(y)
+        if self.tp.size == 1:
+            return self.ops.linear(x, self.weight, self.bias, gated=gated, residual=residual)
+        y = self.tp.all_reduce(self.ops.linear(x, self.weight, gated=gated))
         if self.bias is not None:
             y = y + self.bias
         return y + residual

@@ -1,14 +1,13 @@
 """Rotary position embedding with the half-split pairing of Hugging Face checkpoints: dimension i turns with i + D/2."""
 
-import ctypes
 import math
 
 import torch
 
-from oasis_tp.kernels import cpu
-from oasis_tp.nn.linear import FEW_ROWS
-from oasis_tp.nn.norm import RmsNorm
 from oasis_tp.nn.rope_config import RopeConfig
+
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin [T, 1, head_dim / 2] float32 of each row's position."""
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
@@ -66,36 +65,12 @@ class RotaryTable:
         self.cos = (angles.cos() * scale).to(device)  # [max_model_len, head_dim / 2] float32
         self.sin = (angles.sin() * scale).to(device)  # likewise
 
-    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [T, 1, head_dim / 2] float32 for positions [T] int64 below max_model_len."""
+    def at(self, positions: torch.Tensor) -> Angles:
+        """For positions [T] int64 below max_model_len."""
         return self.cos[positions, None], self.sin[positions, None]
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn x [T, heads, head_dim] by the angles of `RotaryTable.at`; float32 inside, a new contiguous tensor out."""
+    """Turn x [T, heads, head_dim] by `Angles`; float32 inside, a new contiguous tensor out."""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-
-
-def split_rotated(
-    qkv: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    angles: tuple[torch.Tensor, torch.Tensor],
-    q_norm: RmsNorm | None,
-    k_norm: RmsNorm | None,
-    library: ctypes.CDLL | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """qkv [T, (num_heads + 2 * num_kv_heads) * head_dim] -> contiguous q, k, v [T, heads, head_dim].
-
-    q and k are normed by head, where there is a norm, and turned by `angles` (see `RotaryTable.at`).
-    """
-    if library is not None and qkv.shape[0] <= FEW_ROWS:
-        norms = {} if q_norm is None or k_norm is None else {"q_norm": q_norm.weight, "k_norm": k_norm.weight}
-        eps = 0.0 if q_norm is None else q_norm.eps
-        return cpu.rope(library, qkv, *angles, num_heads, num_kv_heads, norm_eps=eps, **norms)
-    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
-    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    if q_norm is not None and k_norm is not None:
-        q, k = q_norm(q), k_norm(k)
-    return apply_rotary(q, *angles), apply_rotary(k, *angles), v.contiguous()

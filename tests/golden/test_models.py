@@ -18,6 +18,7 @@ from oasis_tp.models.llama import LlamaModel
 from oasis_tp.models.registry import load_arch
 from oasis_tp.models.tokenizer import load_tokenizer
 from oasis_tp.models.weights import load_weights
+from oasis_tp.nn.ops import Place
 from tests.dist.ranks import run_on_ranks
 from tests.tiny import make_tiny
 
@@ -82,7 +83,7 @@ class DenseCache:
 
 
 def load_model(model_dir: Path, tp: TpGroup) -> LlamaModel:
-    model = LlamaModel(load_arch(model_dir), tp, dtype=torch.float32, device=torch.device("cpu"), max_model_len=512)
+    model = LlamaModel(load_arch(model_dir), tp, Place(torch.float32, torch.device("cpu")), max_model_len=512)
     load_weights(model, model_dir)
     return model
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from oasis_tp.kernels import cpu
 from oasis_tp.models.hub import cache_dir
 from oasis_tp.nn.norm import RmsNorm
-from oasis_tp.nn.rotary import split_rotated
+from oasis_tp.nn.ops import CpuOps, Ops
 
 SIZES = [(576, 960), (64, 50), (13, 7), (1536, 576), (8, 3)]  # inputs, outputs: tails of both kinds
 
@@ -73,6 +73,6 @@ def test_rope_is_torchs(library: ctypes.CDLL, head_dim: int, normed: bool) -> No
         for norm in norms:
             norm.weight.uniform_(0.5, 2.0)
     args = (qkv, num_heads, num_kv_heads, (angle.cos(), angle.sin()), *norms)
-    for ours, torchs in zip(split_rotated(*args, library), split_rotated(*args, None), strict=True):
+    for ours, torchs in zip(CpuOps(library).split_rotated(*args), Ops().split_rotated(*args), strict=True):
         assert ours.shape == torchs.shape
         torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-5)

@@ -12,6 +12,7 @@ from oasis_tp.draft import eagle3, window
 from oasis_tp.draft.eagle3 import Eagle3Drafter
 from oasis_tp.draft.eagle3_head import Eagle3Head, load_head, load_head_config
 from oasis_tp.models.registry import load_arch
+from oasis_tp.nn.ops import Place
 from oasis_tp.request import Request, RequestSpec, SamplingParams
 from tests.tiny import make_tiny, make_tiny_eagle3
 
@@ -26,7 +27,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Eagle3Head:
     table = torch.randn(311, 144, generator=torch.Generator().manual_seed(1))
     made = Eagle3Head(
         load_head_config(path, load_arch(target)), 144, lambda ids: table[ids], TpGroup.single(torch.device("cpu")),
-        dtype=torch.float32, device=torch.device("cpu"), max_model_len=128,
+        Place(torch.float32, torch.device("cpu")), max_model_len=128,
     )  # fmt: skip
     load_head(made, path)
     return made

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from oasis_tp.comm import TpGroup
 from oasis_tp.draft.eagle3_head import Eagle3Head, HeadConfig, load_head, load_head_config
 from oasis_tp.models.registry import load_arch
+from oasis_tp.nn.ops import Place
 from tests.eagle3_reference import head_states, next_token
 from tests.tiny import make_tiny, make_tiny_eagle3
 
@@ -47,7 +48,7 @@ PUBLISHED = {
 def make_head(config: HeadConfig, hidden: int, device: torch.device = CPU) -> Eagle3Head:
     return Eagle3Head(
         config, hidden, lambda ids: torch.zeros(len(ids), hidden), TpGroup.single(device),
-        dtype=torch.float32, device=device, max_model_len=64,
+        Place(torch.float32, device), max_model_len=64,
     )  # fmt: skip
 
 

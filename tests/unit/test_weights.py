@@ -13,6 +13,7 @@ from oasis_tp.comm import RankInfo, TpGroup
 from oasis_tp.models.llama import LlamaModel
 from oasis_tp.models.registry import load_arch
 from oasis_tp.models.weights import load_weights, weight_bytes, weight_table
+from oasis_tp.nn.ops import Place
 from tests.tiny import make_tiny
 
 Tensors = dict[str, torch.Tensor]
@@ -26,7 +27,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def empty_model(model_dir: Path, rank: int = 0, size: int = 1, dtype: torch.dtype = torch.float32) -> LlamaModel:
     """A model whose weights are NaN; at size > 1 it can be loaded but not run."""
     tp = TpGroup(RankInfo(rank=rank, size=size), torch.device("cpu"), "none")
-    model = LlamaModel(load_arch(model_dir), tp, dtype=dtype, device=torch.device("cpu"), max_model_len=8)
+    model = LlamaModel(load_arch(model_dir), tp, Place(dtype, torch.device("cpu")), max_model_len=8)
     for slot in weight_table(model):
         slot.target.fill_(torch.nan)
     return model
