@@ -49,24 +49,28 @@ def seal_kernel(
     token_scales: tl.tensor,
     means: tl.tensor,
     mean_scales: tl.tensor,
+    k_layer_stride: int,
     k_page_stride: int,
     k_head_stride: int,
+    v_layer_stride: int,
     v_page_stride: int,
     v_head_stride: int,
+    num_blocks: int,
     norm: float,
     B: tl.constexpr,
     D: tl.constexpr,
     STEPS: tl.constexpr,
     BITS: tl.constexpr,
 ) -> None:
-    index, head, num_heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    page = tl.load(pages + index * num_heads + head).to(tl.int64)
+    index, head, layer = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    num_heads = tl.num_programs(1)
+    page = tl.load(pages + (layer * tl.num_programs(0) + index) * num_heads + head).to(tl.int64)
     if page < 0:
         return
-    home = tl.load(host_blocks + index).to(tl.int64) * num_heads + head
-    keys = _tile(k, page * k_page_stride + head * k_head_stride, B, D)
+    home = (layer * num_blocks + tl.load(host_blocks + index).to(tl.int64)) * num_heads + head
+    keys = _tile(k, layer * k_layer_stride + page * k_page_stride + head * k_head_stride, B, D)
     mean_key = _store_mean(keys, means, mean_scales, home * 2, B, D)
-    values = _tile(v, page * v_page_stride + head * v_head_stride, B, D)
+    values = _tile(v, layer * v_layer_stride + page * v_page_stride + head * v_head_stride, B, D)
     _store_mean(values, means, mean_scales, home * 2 + 1, B, D)
     signed = (keys - mean_key[None, :]) * tl.load(signs + tl.arange(0, D))[None, :]
     residual = hadamard(signed, B, D, STEPS) / norm
@@ -92,25 +96,35 @@ def seal_kernel(
 
 
 @triton.jit
+def _rounded(x: tl.tensor) -> tl.tensor:
+    """fp32 to the nearest bf16, ties to even; its cast is then exact, where triton's interpreter would cut off."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True).to(tl.bfloat16)
+
+
+@triton.jit
 def seal_bounds_kernel(
     k: tl.tensor,
     pages: tl.tensor,
     host_blocks: tl.tensor,
     bounds: tl.tensor,
+    k_layer_stride: int,
     k_page_stride: int,
     k_head_stride: int,
+    num_blocks: int,
     B: tl.constexpr,
     D: tl.constexpr,
 ) -> None:
-    index, head, num_heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    page = tl.load(pages + index * num_heads + head).to(tl.int64)
+    index, head, layer = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    num_heads = tl.num_programs(1)
+    page = tl.load(pages + (layer * tl.num_programs(0) + index) * num_heads + head).to(tl.int64)
     if page < 0:
         return
-    home = tl.load(host_blocks + index).to(tl.int64) * num_heads + head
-    keys = _tile(k, page * k_page_stride + head * k_head_stride, B, D)
+    home = (layer * num_blocks + tl.load(host_blocks + index).to(tl.int64)) * num_heads + head
+    keys = _tile(k, layer * k_layer_stride + page * k_page_stride + head * k_head_stride, B, D)
     channel = tl.arange(0, D)
-    tl.store(bounds + home * 2 * D + channel, tl.max(keys, 0).to(tl.bfloat16))
-    tl.store(bounds + (home * 2 + 1) * D + channel, tl.min(keys, 0).to(tl.bfloat16))
+    tl.store(bounds + home * 2 * D + channel, _rounded(tl.max(keys, 0)))
+    tl.store(bounds + (home * 2 + 1) * D + channel, _rounded(tl.min(keys, 0)))
 
 
 def seal(
@@ -124,58 +138,59 @@ def seal(
     means: torch.Tensor,
     mean_scales: torch.Tensor,
 ) -> None:
-    """Residual coding of full blocks (2 or 1 bits, as wide as `codes` is), one layer; engine design, section 7.
+    """Residual coding of full blocks (2 or 1 bits, as wide as `codes` is) in some layers; engine design, section 7.
 
     Args:
-        k, v: [page, kv_head, block_size, D] roped, each page's tokens contiguous: views of the device pages, or of a
-            prompt's fresh K/V.
-        pages: [n, kv_head] int64, where each block lies by head; -1 = skip.
+        k, v: [layer, page, kv_head, block_size, D] roped, each page's tokens contiguous: views of the device pages,
+            or of a prompt's fresh K/V.
+        pages: [layer, n, kv_head] int64, where each block lies by head; -1 = skip.
         host_blocks: [n] int64 without duplicates, the rows of the sketch to write.
         signs: [D] fp32 of ±1, the rotation's.
-        codes [host_block, kv_head, block_size, bytes] uint8, token_scales [host_block, kv_head, block_size] fp16,
-        means [host_block, kv_head, K|V, D] int8, mean_scales [host_block, kv_head, K|V] fp16: written.
+        codes [layer, host_block, kv_head, block_size, bytes] uint8, token_scales [layer, host_block, kv_head,
+        block_size] fp16, means [layer, host_block, kv_head, K|V, D] int8, mean_scales [layer, host_block, kv_head,
+        K|V] fp16: written.
 
     Raises:
         ValueError: D is no power of two.
     """
-    _, num_heads, block_size, head_dim = k.shape
+    num_layers, _, num_heads, block_size, head_dim = k.shape
     check_head_dim(head_dim)
     _check_source(k, pages, host_blocks)
     _check_source(v, pages, host_blocks)
-    num_blocks, num_bytes = codes.shape[0], codes.shape[3]
+    num_blocks, num_bytes = codes.shape[1], codes.shape[4]
     bits = 8 * num_bytes // head_dim
     assert bits in (1, 2) and k.dtype == v.dtype, (bits, k.dtype, v.dtype)
     check(signs, (head_dim,), torch.float32, like=k)
-    check(codes, (num_blocks, num_heads, block_size, head_dim * bits // 8), torch.uint8, like=k)
-    check(token_scales, (num_blocks, num_heads, block_size), torch.float16, like=k)
-    check(means, (num_blocks, num_heads, 2, head_dim), torch.int8, like=k)
-    check(mean_scales, (num_blocks, num_heads, 2), torch.float16, like=k)
+    check(codes, (num_layers, num_blocks, num_heads, block_size, head_dim * bits // 8), torch.uint8, like=k)
+    check(token_scales, (num_layers, num_blocks, num_heads, block_size), torch.float16, like=k)
+    check(means, (num_layers, num_blocks, num_heads, 2, head_dim), torch.int8, like=k)
+    check(mean_scales, (num_layers, num_blocks, num_heads, 2), torch.float16, like=k)
     if host_blocks.numel() == 0:
         return
-    seal_kernel[(host_blocks.numel(), num_heads)](
+    seal_kernel[(host_blocks.numel(), num_heads, num_layers)](
         k, v, pages, host_blocks, signs, codes, token_scales, means, mean_scales,
-        k.stride(0), k.stride(1), v.stride(0), v.stride(1), math.sqrt(head_dim),
+        *k.stride()[:3], *v.stride()[:3], num_blocks, math.sqrt(head_dim),
         B=block_size, D=head_dim, STEPS=head_dim.bit_length() - 1, BITS=bits,
     )  # fmt: skip
 
 
 def seal_bounds(k: torch.Tensor, pages: torch.Tensor, host_blocks: torch.Tensor, bounds: torch.Tensor) -> None:
-    """Per-channel bounds of full blocks' keys (Quest, section 3.3): bounds [host_block, kv_head, max|min, D] bf16.
+    """Bounds of full blocks' keys by channel (Quest, section 3.3).
 
-    The other arguments are those of `seal`.
+    bounds [layer, host_block, kv_head, max|min, D] bf16 is written; the other arguments are those of `seal`.
     """
-    _, num_heads, block_size, head_dim = k.shape
+    num_layers, _, num_heads, block_size, head_dim = k.shape
     check_head_dim(head_dim)
     _check_source(k, pages, host_blocks)
-    check(bounds, (bounds.shape[0], num_heads, 2, head_dim), torch.bfloat16, like=k)
+    check(bounds, (num_layers, bounds.shape[1], num_heads, 2, head_dim), torch.bfloat16, like=k)
     if host_blocks.numel() == 0:
         return
-    seal_bounds_kernel[(host_blocks.numel(), num_heads)](
-        k, pages, host_blocks, bounds, k.stride(0), k.stride(1), B=block_size, D=head_dim
+    seal_bounds_kernel[(host_blocks.numel(), num_heads, num_layers)](
+        k, pages, host_blocks, bounds, *k.stride()[:3], bounds.shape[1], B=block_size, D=head_dim
     )
 
 
 def _check_source(x: torch.Tensor, pages: torch.Tensor, host_blocks: torch.Tensor) -> None:
-    assert x.dtype in FLOATS and x.stride(3) == 1 and x.stride(2) == x.shape[3], (x.dtype, x.stride())
-    check(pages, (host_blocks.numel(), x.shape[1]), torch.int64, like=x)
+    assert x.dtype in FLOATS and x.stride(4) == 1 and x.stride(3) == x.shape[4], (x.dtype, x.stride())
+    check(pages, (x.shape[0], host_blocks.numel(), x.shape[2]), torch.int64, like=x)
     check(host_blocks, (host_blocks.numel(),), torch.int64, like=x)

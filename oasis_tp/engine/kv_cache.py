@@ -175,10 +175,12 @@ class KvCache:
             self.pool.rows.index_copy_(0, rows + 1, new_v.reshape(rows.numel(), -1))
         if full > first:
             ids = state.host_blocks[first:full]
-            for sketch in self.sketches.values():
-                sketch.seal(
-                    layer, ids, new_k[:, : full - first].transpose(0, 1), new_v[:, : full - first].transpose(0, 1)
-                )
+            whole_k, whole_v = (x[:, : full - first].transpose(0, 1) for x in (new_k, new_v))
+            if not isinstance(self.decoder, CpuDecode | None):
+                self.decoder.seal_prompt(layer, ids, whole_k, whole_v)
+            else:
+                for sketch in self.sketches.values():
+                    sketch.seal(layer, ids, whole_k, whole_v)
         return attend_chunk(q, keys[:, :stop], values[:, :stop], mask)
 
     def begin_decode(
@@ -320,12 +322,15 @@ class KvCache:
     def seal(self, state: RowState, block: int) -> None:
         """A block's last token is committed: sketch it and write it through, in every layer."""
         pages = self._pages_of(state, block)
-        if self.sketches:
+        home = int(state.host_blocks_cpu[block])
+        if not isinstance(self.decoder, CpuDecode | None):
+            self.decoder.seal_block(pages, home)
+        elif self.sketches:
             k, v = self.pool.gather_block(pages)
             for sketch in self.sketches.values():
-                sketch.seal_block(int(state.host_blocks_cpu[block]), k, v)
+                sketch.seal_block(home, k, v)
         if self.transfers is not None:
-            self.transfers.store_block(state.row, pages, int(state.host_blocks_cpu[block]))
+            self.transfers.store_block(state.row, pages, home)
 
     @torch.inference_mode()
     def drop_candidates(self, state: RowState, position: int) -> None:

@@ -13,6 +13,7 @@ from oasis_tp.kernels import (
     merge_states,
     rotate,
     score,
+    seal,
     tail_attention,
     top_blocks,
 )
@@ -186,6 +187,27 @@ class TritonDecode:
             limit=0 if resident else fetch_limit,
         )
         return TritonRow(facts, kind)
+
+    def seal_prompt(self, layer: int, host_blocks: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Sketch fresh full blocks of a prompt: host_blocks [n] int64, k and v [n, kv_head, block_size, head_dim]."""
+        count, num_heads = k.shape[:2]
+        pages = torch.arange(count, device=k.device)[None, :, None].expand(1, count, num_heads).contiguous()
+        self._seal(slice(layer, layer + 1), host_blocks, k[None], v[None], pages)
+
+    def seal_block(self, pages: torch.Tensor, host_block: int) -> None:
+        """Sketch a block that is on the device, in all layers: pages [layer, kv_head] int64."""
+        ids = torch.tensor([host_block], device=pages.device)
+        kv = self.pool.kv
+        self._seal(slice(None), ids, kv[:, :, :, 0], kv[:, :, :, 1], pages[:, None].contiguous())
+
+    def _seal(
+        self, layers: slice, host_blocks: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor
+    ) -> None:
+        for sketch in self.sketches.values():
+            if sketch.has_tail:
+                seal.seal(k, v, pages, host_blocks, self._signs, *(x[layers] for x in sketch.tensors()))
+            else:
+                seal.seal_bounds(k, pages, host_blocks, sketch.bounds[layers])
 
     def begin(self, rows: list[TritonRow], tick: int) -> TritonStep:
         """A step over rows, for all layers in turn. What was stored before may be fetched from now on."""

@@ -55,8 +55,9 @@ def main() -> None:
     )
     assert sketch[0].numel() > 2**31
     signs = torch.ones(D)
-    seal.seal(kv[:, :, 0], kv[:, :, 1], page, torch.tensor([home]), signs, *sketch)
-    seal.seal(kv[:, :, 0], kv[:, :, 1], page, first, signs, *sketch)
+    layer = [x[None] for x in sketch]
+    seal.seal(kv[None, :, :, 0], kv[None, :, :, 1], page[None], torch.tensor([home]), signs, *layer)
+    seal.seal(kv[None, :, :, 0], kv[None, :, :, 1], page[None], first, signs, *layer)
     assert all(torch.equal(x[home], x[0]) for x in sketch) and sketch[0][home].any()
     q = torch.randn(1, 1, 1, D)
     facts = RowFacts(
