@@ -79,7 +79,7 @@ def _cpu_rows(args: argparse.Namespace, arch: ModelArch) -> Iterator[dict[str, A
 def _gpu_rows(args: argparse.Namespace, arch: ModelArch) -> Iterator[dict[str, Any]]:
     # Triton is loaded only where there is a GPU for it.
     from oasis_tp.bench.gpu_check import check_kernels, gather_speed, seconds
-    from oasis_tp.bench.triton_kernels import decode_layer, step_calls, time_call
+    from oasis_tp.bench.triton_kernels import decode_rig, step_calls, time_call
 
     device, dtype = torch.device("cuda"), torch.bfloat16
     bandwidth, link = bytes_per_second(TpGroup.single(device)), gather_speed(device)["memcpy_gb_s"] * 1e9
@@ -88,9 +88,8 @@ def _gpu_rows(args: argparse.Namespace, arch: ModelArch) -> Iterator[dict[str, A
     checked: set[str] = set()
     for context in args.contexts:
         for batch in args.batches:
-            layer = decode_layer(arch, dtype, device, context, batch, args.budget_tokens)
-            q = torch.randn(batch, arch.num_kv_heads, arch.num_heads // arch.num_kv_heads, arch.head_dim)
-            for call in step_calls(layer, q.to(device, dtype)):
+            rig = decode_rig(arch, dtype, device, context, batch, args.budget_tokens)
+            for call in step_calls(rig):
                 if call.case not in checked:
                     checked.add(call.case)
                     if not all(row["ok"] for row in check_kernels(device, [call.case])):

@@ -9,8 +9,10 @@ from unittest.mock import patch
 
 import torch
 
+from oasis_tp.bench.decode_rig import DecodeRig, layout_of
 from oasis_tp.bench.gpu_check import seconds
-from oasis_tp.bench.kernel_chain import DecodeLayer
+from oasis_tp.config import SparsityConfig
+from oasis_tp.kernels import gather
 from oasis_tp.models.registry import ModelArch
 from oasis_tp.sparse.sketch import Sketch
 from oasis_tp.sparse.sketch import rotate as rotate_torch
@@ -38,34 +40,32 @@ class Call:
         return CASE_OF.get(self.kernel, self.kernel)
 
 
-def decode_layer(
-    arch: ModelArch, dtype: torch.dtype, device: torch.device, context: int, batch: int, budget: int
-) -> DecodeLayer:
-    """A layer of the model at a context; `budget` in tokens."""
-    return DecodeLayer(
-        dtype,
-        device,
-        num_rows=batch,
-        num_heads=arch.num_kv_heads,
-        group=arch.num_heads // arch.num_kv_heads,
-        head_dim=arch.head_dim,
-        num_candidates=context // 16 - 4,
-        budget=budget // 16,
-    )
+def decode_rig(
+    arch: ModelArch, dtype: torch.dtype, device: torch.device, context: int, batch: int, budget_tokens: int
+) -> DecodeRig:
+    """A layer of the model at a context, nothing brought in ahead."""
+    sparsity = SparsityConfig(budget_tokens=budget_tokens, hot_factor=2.0, prefetch="off")
+    where: dict[str, Any] = {"dtype": dtype, "device": device, "use_triton": True}
+    group = arch.num_heads // arch.num_kv_heads
+    return DecodeRig(layout_of(arch, 1, dtype), group, sparsity, context, batch, **where)
 
 
-def step_calls(layer: DecodeLayer, q: torch.Tensor) -> Iterator[Call]:
-    """The kernels that `layer.step(q)` launches, in order, as calls that can be made again.
+def step_calls(rig: DecodeRig) -> Iterator[Call]:
+    """The kernels that a rig's step launches in its first layer, in order, as calls that can be made again.
 
     A second call of `plan_copies` finds everything resident, so its copies are counted as the first one's.
     """
-    recorded = record(layer, q)
-    group, head_dim = q.shape[2], q.shape[3]
+    recorded = record(rig)
+    q = recorded["rotate"][1][0]  # [row, head, group, D]
+    group = q.shape[2]
     heads = q.shape[0] * q.shape[1]
-    candidates, attended = layer.rows.bounds.max_candidates, layer.rows.bounds.max_attended
-    codes, token_scales, means, mean_scales = (x[0, 0, 0] for x in layer.sketch.tensors())
+    selection = rig.states[0].selection
+    first, last = selection.candidates(rig.position)
+    assert selection.budget is not None and last - first > selection.budget
+    candidates, attended = last - first, selection.pinned + selection.budget
+    codes, token_scales, means, mean_scales = (x[0, 0, 0] for x in _sketch(rig).tensors())
     mean_bytes = (means.nbytes + mean_scales.nbytes) // 2  # of keys or of values
-    block_bytes = layer.kv[0, 0].nbytes
+    block_bytes = rig.cache.pool.kv[0, 0, 0].nbytes
     scores = 4 * heads * group * candidates
     missing = int(recorded["gather"][1][4].sum())
     moved = {
@@ -73,14 +73,14 @@ def step_calls(layer: DecodeLayer, q: torch.Tensor) -> Iterator[Call]:
         "score": heads * candidates * (codes.nbytes + token_scales.nbytes + mean_bytes) + 2 * scores,
         "group_scores": scores + scores // group,
         "top_blocks": scores // group,
-        "plan_copies": 4 * heads * (layer.budget + attended),
+        "plan_copies": 4 * heads * (selection.budget + attended),
         "gather": missing * block_bytes,
         "sparse_attention": heads * attended * block_bytes,
         "tail_attention": heads * candidates * mean_bytes + scores,
         "merge_states": recorded["merge_states"][1][0].nbytes,
     }
     assert set(moved) == set(recorded), set(moved) ^ set(recorded)
-    plain = _torch_runs(layer, recorded, head_dim)
+    plain = _torch_runs(rig, recorded)
     for kernel, (function, arguments) in recorded.items():
         yield Call(
             kernel=kernel,
@@ -91,41 +91,57 @@ def step_calls(layer: DecodeLayer, q: torch.Tensor) -> Iterator[Call]:
         )
 
 
-def record(layer: DecodeLayer, q: torch.Tensor) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Wrapper name -> the wrapper and its arguments, in the order of one `layer.step(q)`."""
-    modules = ("rotate", "score", "group_scores", "top_blocks", "copy_plan", "gather", "attention", "tail_attention")
+def record(rig: DecodeRig) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Wrapper name -> the wrapper and its arguments, in the order of the first layer of one `rig.step()`."""
+    modules = ("rotate", "score", "group_scores", "top_blocks", "copy_plan", "attention", "tail_attention")
     wrappers = {"copy_plan": "plan_copies", "attention": "sparse_attention"}
     calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
 
     def recording(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
-            calls[name] = function, arguments
+            calls.setdefault(name, (function, arguments))
             return function(*arguments)
 
         return call
+
+    transfers = rig.cache.transfers
+    assert transfers is not None
+    load = transfers.load_planned
+
+    def gathering(layer: int, *plan: torch.Tensor) -> None:
+        # On a CPU the engine copies by other means.
+        calls.setdefault("gather", (gather.gather, (transfers.host.kv[layer], rig.cache.pool.kv[layer], *plan)))
+        load(layer, *plan)
 
     with ExitStack() as stack:
         for module_name in (*modules, "merge_states"):
             module, name = import_module(f"oasis_tp.kernels.{module_name}"), wrappers.get(module_name, module_name)
             stack.enter_context(patch.object(module, name, recording(name, getattr(module, name))))
-        layer.step(q)
+        stack.enter_context(patch.object(transfers, "load_planned", gathering))
+        rig.step()
     return calls
 
 
 def _torch_runs(
-    layer: DecodeLayer, recorded: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]], head_dim: int
+    rig: DecodeRig, recorded: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
 ) -> dict[str, Callable[[], Any]]:
     """What the engine does without these kernels, row by row where it does it so."""
     q = recorded["rotate"][1][0]
-    candidates = [homes[1 : layer.last] for homes in layer.homes]
+    sketch, selection = _sketch(rig), rig.states[0].selection
+    first, last = selection.candidates(rig.position)
+    candidates = [state.host_blocks[first:last] for state in rig.states]
     scores = recorded["group_scores"][1][0]
     shares = recorded["top_blocks"][1][0]
     return {
         "rotate": lambda: rotate_torch(q.float()),
-        "score": lambda: [layer.sketch.score(0, ids, row) for ids, row in zip(candidates, q, strict=True)],
+        "score": lambda: [sketch.score(0, ids, row) for ids, row in zip(candidates, q, strict=True)],
         "group_scores": lambda: [Sketch.group_scores(row) for row in scores],
-        "top_blocks": lambda: [top_blocks_torch(row, layer.budget) for row in shares],
+        "top_blocks": lambda: [top_blocks_torch(row, selection.budget or 0) for row in shares],
     }
+
+
+def _sketch(rig: DecodeRig) -> Sketch:
+    return rig.cache.sketches[rig.sparsity.sketch]
 
 
 def time_call(run: Callable[[], Any]) -> float:

@@ -26,7 +26,7 @@ from oasis_tp.kv.residency import Residency
 from oasis_tp.models.hub import cache_dir, resolve_model
 from oasis_tp.models.llama import LlamaModel
 from oasis_tp.models.registry import ModelArch, load_arch
-from oasis_tp.models.weights import load_weights, weight_bytes
+from oasis_tp.models.weights import fill_weights, load_weights, weight_bytes
 from oasis_tp.nn.ops import CpuOps, Ops, Place, TritonOps
 from oasis_tp.sparse.cpu_decode import load_library
 from oasis_tp.sparse.sketch_size import sketch_bytes_per_block
@@ -61,7 +61,10 @@ def start(config: Config, extra_sketches: tuple[SketchKind, ...]) -> Started:
 
     def load() -> LlamaModel:
         model = LlamaModel(arch, tp, Place(dtype, tp.device, backend.ops()), max_model_len=max_model_len)
-        load_weights(model, model_dir)
+        if config.model.load_format == "dummy":
+            fill_weights(model, config.model.seed)
+        else:
+            load_weights(model, model_dir)
         return model
 
     backend = _on_every_rank(tp, lambda: _choose_backend(config.model.attention_backend, tp, dtype, arch.head_dim))

@@ -1,5 +1,6 @@
-"""Weights from safetensors files into one rank's model: each rank reads only its slices."""
+"""Weights from safetensors files into one rank's model: each rank reads only its slices. Or random ones."""
 
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,6 +119,22 @@ def load_weights(model: LlamaModel, model_dir: Path, progress: bool = False) -> 
         raise ValueError(
             f"{model_dir}: {len(named)} tensors have no place in {model.arch.architecture}: {_some(named)}"
         )
+
+
+def fill_weights(model: LlamaModel, seed: int) -> None:
+    """Random weights: matrices keep the variance of what they multiply, norms are 1 and biases 0.
+
+    A rank's share is cut from the whole, so the model is the same on any number of ranks of one kind of device.
+    """
+    generator = torch.Generator(model.device)
+    for slot in weight_table(model):
+        if len(slot.shape) == 1:
+            slot.target.fill_(float(slot.name.endswith("weight")))
+            continue
+        generator.manual_seed(zlib.crc32(f"{seed} {slot.name}".encode()))
+        whole = torch.empty(slot.shape, dtype=model.dtype, device=model.device)
+        whole.normal_(0.0, slot.shape[1] ** -0.5, generator=generator)
+        slot.target.copy_(whole.narrow(slot.dim, slot.start, slot.target.shape[slot.dim]))
 
 
 def _weight_files(model_dir: Path) -> list[Path]:

@@ -1,19 +1,18 @@
 """The engine with the Triton kernels, in triton's interpreter, beside its torch path: same tokens, same residency.
 
-Steps are replayed from recordings as CUDA graphs would be: by a recorder that keeps the call with all it was given at
-first, so that whatever a later step does not say through its inputs would be an earlier step's.
+Steps are replayed from recordings as CUDA graphs would be, see oasis_tp/bench/graph_twin.py.
 """
 
 import random
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import pytest
 import torch
 
+from oasis_tp.bench.graph_twin import recorded
 from oasis_tp.config import SparsityConfig
-from oasis_tp.engine.cuda_graphs import MAX_GRAPHS, DecodeGraphs, Tensors
+from oasis_tp.engine.cuda_graphs import MAX_GRAPHS, DecodeGraphs
 from oasis_tp.llm import LLM
 from oasis_tp.request import SamplingParams
 from oasis_tp.sparse import triton_decode
@@ -37,20 +36,6 @@ def prompts() -> list[list[int]]:
     rng = random.Random(3)
     long, short = ([rng.randrange(3, 311) for _ in range(length)] for length in LENGTHS)
     return [long[:120] * 2 + long[240:], short]
-
-
-def recorded(launch: Callable[[], Tensors]) -> tuple[Callable[[], None], Tensors]:
-    """What a CUDA graph would do: the same launches again, their results where the first ones were."""
-    outputs: list[torch.Tensor] = []
-
-    def replay() -> None:
-        fresh = launch()
-        if not outputs:
-            outputs.extend(fresh)
-        for kept, new in zip(outputs, fresh, strict=True):
-            kept.copy_(new)
-
-    return replay, outputs
 
 
 def answers(model: str, backend: str, *, graphs: bool = False, **how: Any) -> list[dict[str, Any]]:

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from oasis_tp.bench import gpu_check, kernel_cases
-from oasis_tp.bench.kernel_chain import DecodeLayer
+from oasis_tp.kv.transfers import Transfers
+from oasis_tp.sparse.triton_decode import TritonStep
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU run `make gpu-check`")
-SHAPE = {"num_rows": 2, "num_heads": 2, "group": 3, "head_dim": 64, "num_candidates": 40, "budget": 8}
+CPU = torch.device("cpu")
 
 
 def test_it_prints_a_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -20,12 +21,13 @@ def test_it_prints_a_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
         ("silu_mul", "float32", True),
         ("silu_mul", "float16", True),
     ]
-    assert summary["step_equals_torch"] is True and summary["graph_equals_eager"] is None
+    assert all(summary[check] is True for check in gpu_check.CHECKS)
     assert "speed" not in summary and "gather_gb_s" not in summary
 
 
 def test_a_wrong_kernel_makes_it_fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(kernel_cases.silu_mul, "silu_mul", lambda x: x.chunk(2, 1)[0].clone())
+    monkeypatch.setattr(gpu_check, "CHECKS", {})
     assert gpu_check.main(["--kernels", "silu_mul"]) == 1
     assert "WRONG" in capsys.readouterr().out
 
@@ -37,18 +39,32 @@ def test_an_unknown_kernel_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_step_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is fetched: the pages of missing blocks hold what was there before."""
-    monkeypatch.setattr("oasis_tp.bench.kernel_chain.gather.gather", lambda *_: None)
-    assert not gpu_check.check_step(torch.device("cpu"), steps=2)
+    monkeypatch.setattr(Transfers, "load_planned", lambda *_: None)
+    assert not gpu_check.check_step(CPU, steps=2)
+
+
+def test_the_graph_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recorded step's tick in place of the replayed one's."""
+    ticks: dict[int, torch.Tensor] = {}
+    stale = property(lambda step: ticks.setdefault(id(step), step.inputs[-1:].clone()))
+    monkeypatch.setattr(TritonStep, "tick", stale)
+    assert not gpu_check.check_graph(CPU, steps=3)
 
 
 def test_what_is_resident_changes_no_answer() -> None:
     """A step from the first hot set and the same step again, when everything it chose is there: equal to the bit."""
-    layer = DecodeLayer(torch.float32, torch.device("cpu"), **SHAPE)
-    q = torch.randn(2, 2, 3, 64)
-    out, missed, counts = layer.step(q)
-    again, missed_again, counts_again = layer.step(q)
-    assert (counts > 0).any() and (counts_again == 0).all()
-    assert torch.equal(out, again) and torch.equal(missed, missed_again)
-    assert ((missed > 0) & (missed < 1)).all()
-    for row in range(2):
-        layer.residency.check_row(row)
+    rig = gpu_check.small_rig(CPU, torch.float32, use_triton=True, prefetch="off")
+
+    def missed() -> tuple[list[int], list[float]]:
+        stats = [state.stats for state in rig.states]
+        return [s.missed_blocks for s in stats], [float(s.missed_mass) for s in stats]
+
+    with torch.inference_mode():
+        out = rig.step()
+        blocks, mass = missed()
+        assert torch.equal(rig.again(), out)
+    assert min(blocks) > 0 and missed() == (blocks, [2 * share for share in mass])
+    for state in rig.states:
+        share = float(state.stats.missed_mass) / state.stats.missed_mass_count
+        assert 0 < share < 1
+        rig.cache.residency.check_row(state.row)

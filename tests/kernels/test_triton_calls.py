@@ -2,16 +2,25 @@
 
 import torch
 
+from oasis_tp.bench.decode_rig import DecodeRig
 from oasis_tp.bench.kernel_cases import CASES
-from oasis_tp.bench.kernel_chain import DecodeLayer
-from oasis_tp.bench.triton_kernels import step_calls
+from oasis_tp.bench.triton_kernels import Call, step_calls
+from oasis_tp.config import SparsityConfig
+from oasis_tp.kv.layout import KvLayout
 
-SHAPE = {"num_rows": 2, "num_heads": 2, "group": 3, "head_dim": 64, "num_candidates": 40, "budget": 8}
+LAYOUT = KvLayout(num_layers=1, num_kv_heads=2, head_dim=64, block_size=16, dtype_bytes=4)
+SPARSE = SparsityConfig(budget_tokens=128, recent_tokens=32, hot_factor=2.0, prefetch="off")
+
+
+def calls_of_a_step() -> dict[str, Call]:
+    """Two rows that stand in block 43: 40 candidates, 8 of them chosen, and 1 + 3 pinned."""
+    rig = DecodeRig(LAYOUT, 3, SPARSE, 694, 2, use_triton=True)
+    with torch.inference_mode():
+        return {call.kernel: call for call in step_calls(rig)}
 
 
 def test_every_kernel_of_a_step_can_be_called_again_and_has_a_check() -> None:
-    layer = DecodeLayer(torch.float32, torch.device("cpu"), **SHAPE)
-    calls = {call.kernel: call for call in step_calls(layer, torch.randn(2, 2, 3, 64))}
+    calls = calls_of_a_step()
     assert list(calls) == [
         *("rotate", "score", "group_scores", "top_blocks", "plan_copies", "gather"),
         *("sparse_attention", "tail_attention", "merge_states"),
@@ -28,8 +37,7 @@ def test_every_kernel_of_a_step_can_be_called_again_and_has_a_check() -> None:
 
 
 def test_torch_does_the_same_where_it_stands_beside_a_kernel() -> None:
-    layer = DecodeLayer(torch.float32, torch.device("cpu"), **SHAPE)
-    calls = {call.kernel: call for call in step_calls(layer, torch.randn(2, 2, 3, 64))}
+    calls = calls_of_a_step()
     plain = {name: call.torch_run() for name, call in calls.items() if call.torch_run is not None}
     assert set(plain) == {"rotate", "score", "group_scores", "top_blocks"}
     close = {"atol": 1e-4, "rtol": 0}

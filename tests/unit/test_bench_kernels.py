@@ -10,7 +10,8 @@ import torch
 
 from oasis_tp.bench import cpu_kernels
 from oasis_tp.bench import kernels as bench
-from oasis_tp.bench.cpu_kernels import DecodeRig, check_decode, check_linear, linears, time_decode, time_linear
+from oasis_tp.bench.cpu_kernels import check_decode, check_linear, linears, time_decode, time_linear
+from oasis_tp.bench.decode_rig import DecodeRig, layout_of
 from oasis_tp.config import SparsityConfig
 from oasis_tp.kernels import cpu
 from oasis_tp.models.hub import cache_dir
@@ -58,7 +59,7 @@ def test_the_compiled_path_passes_its_checks(arch: ModelArch, library: ctypes.CD
 
 
 def test_two_rigs_are_asked_the_same_and_their_rows_miss_blocks(arch: ModelArch) -> None:
-    first, second = (DecodeRig(arch, SPARSE, 700, 2, 2, None) for _ in range(2))
+    first, second = (DecodeRig(layout_of(arch, 2), 3, SPARSE, 700, 2) for _ in range(2))
     for _ in range(2):
         assert torch.equal(first.step(), second.step())
     assert torch.equal(first.query, second.query)

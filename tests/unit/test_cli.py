@@ -14,7 +14,7 @@ from oasis_tp.llm import make_config
 from oasis_tp.validation import validate
 
 FLAGS = """
---model --dtype --max-model-len --served-model-name --chat-template --revision --seed
+--model --dtype --load-format --max-model-len --served-model-name --chat-template --revision --seed
 --attention-backend --enforce-eager
 --tensor-parallel-size --distributed-timeout-seconds --device --comm --numa-bind --check-ranks
 --gpu-memory-utilization --device-kv-gb --host-kv-gb --kv-offloading-size --kv-cache-dtype --block-size

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from oasis_tp.comm import RankInfo, TpGroup
 from oasis_tp.models.llama import LlamaModel
 from oasis_tp.models.registry import load_arch
-from oasis_tp.models.weights import load_weights, weight_bytes, weight_table
+from oasis_tp.models.weights import WeightSlot, fill_weights, load_weights, weight_bytes, weight_table
 from oasis_tp.nn.ops import Place
 from tests.tiny import make_tiny
 
@@ -55,6 +55,25 @@ def test_the_ranks_shares_add_up_to_the_checkpoint(checkpoint: Path, size: int) 
             part.copy_(slot.target)
     for name, tensor in expected.items():
         assert torch.equal(covered[name], tensor), name
+
+
+def test_random_weights_are_the_seed_s_on_any_number_of_ranks(checkpoint: Path) -> None:
+    def filled(rank: int, size: int, seed: int) -> dict[str, tuple[WeightSlot, torch.Tensor]]:
+        model = empty_model(checkpoint, rank, size)
+        fill_weights(model, seed)
+        return {slot.name: (slot, slot.target) for slot in weight_table(model)}
+
+    whole, again, other = (filled(0, 1, seed) for seed in (3, 3, 4))
+    for rank in range(3):
+        for name, (slot, part) in filled(rank, 3, 3).items():
+            assert torch.equal(part, whole[name][1].narrow(slot.dim, slot.start, part.shape[slot.dim])), name
+    for name, (slot, tensor) in whole.items():
+        assert torch.equal(tensor, again[name][1])
+        if len(slot.shape) == 1:
+            assert (tensor == float(name.endswith("weight"))).all(), name
+        else:
+            assert not torch.equal(tensor, other[name][1])
+            assert float(tensor.std()) == pytest.approx(slot.shape[1] ** -0.5, rel=0.05)
 
 
 def test_each_rank_reads_only_its_share(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
