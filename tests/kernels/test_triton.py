@@ -12,8 +12,9 @@ import torch
 from oasis_tp.bench import kernel_cases
 from oasis_tp.bench.kernel_cases import CASES, Case
 from oasis_tp.bench.kernel_tolerance import TOLERANCE
-from oasis_tp.kernels import reference
+from oasis_tp.kernels import merge_states, reference
 from oasis_tp.kernels.launch import check_head_dim
+from oasis_tp.kernels.rows import RowFacts, Rows
 from oasis_tp.kv.residency import NOTHING, Residency
 
 ROOT = Path(__file__).parents[2]
@@ -100,6 +101,25 @@ def test_the_reference_of_the_plan_is_what_residency_does(seed: int) -> None:
     assert coming == list(zip(ahead.tolist(), into.tolist(), strict=True))
     for name in names:
         assert getattr(tables, name)[0, 0, 0].tolist() == getattr(lists, name)
+
+
+def test_a_rows_bits_do_not_depend_on_the_room_for_longer_ones() -> None:
+    """A longer row in the batch, or a graph made for one, adds states that are empty for this row."""
+    facts = RowFacts(
+        table_row=0, first=0, last=4, budget=2, position=70, num_slots=9, resident=False, use_tail=True
+    )  # fmt: skip
+    rows = Rows.of([facts], 16, CPU)
+    states, lse = torch.randn(1, 1, 2, 21, 64), 3 * torch.randn(1, 1, 2, 21)
+    merged = merge_states.merge_states(states, lse, 13, rows, torch.float32)
+    for more_attended, more_tail in ((1, 0), (19, 7)):
+        parts = states.split([13, 8], 3), lse.split([13, 8], 3)
+        padded = [
+            torch.cat([inside, torch.full((*inside.shape[:3], more_attended, *inside.shape[4:]), fill),
+                       outside, torch.full((*outside.shape[:3], more_tail, *outside.shape[4:]), fill)], 3)
+            for (inside, outside), fill in zip(parts, (0.0, -torch.inf), strict=True)
+        ]  # fmt: skip
+        again = merge_states.merge_states(*padded, 13 + more_attended, rows, torch.float32)
+        assert all(torch.equal(x, y) for x, y in zip(merged, again, strict=True))
 
 
 def run_script(name: str, *arguments: str, interpret: bool, cache: Path) -> str:
