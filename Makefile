@@ -60,7 +60,7 @@ PEER_llama.cpp := llama-cpp-python==0.3.36 numpy
 bench-retrieval: $(STAMP) ## long-context answers, sparse beside dense: 24 samples, minutes on two cores
 	$(BIN)/python -m oasis_tp.bench retrieval @configs/retrieval-quick.args --model $(MODEL) $(ARGS)
 
-measure-retrieval: $(STAMP) ## the same at length: 320 samples, hours; goes on where it was interrupted
+measure-retrieval: $(STAMP) ## the same at length: 288 samples in 25 modes, hours; goes on where it was interrupted
 	$(BIN)/python -m oasis_tp.bench retrieval @configs/retrieval-smollm2.args $(ARGS)
 
 gpu-check: $(STAMP) ## the Triton kernels against their references, on the GPU or in the interpreter: ARGS=...
