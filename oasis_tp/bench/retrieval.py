@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("modes")
     group.add_argument(
         "--modes", nargs="+", choices=MODES, default=None,
-        help="default: dense resolve paper; with --base-url: as the server is set, else sent in the request's `sparsity`",
+        help="default: all; with --base-url: as the server is set, else sent in the request's `sparsity`",
     )  # fmt: skip
     group.add_argument("--sketches", nargs="+", choices=sketches, default=["2bit"], help="default: 2bit")
     group.add_argument("--budgets", type=int, nargs="+", default=[512, 256], help="tokens per row (default: 512 256)")
