@@ -240,7 +240,7 @@ def _draw_depths(figure: Any, answers: Sequence[Answer]) -> bool:
     modes = list(dict.fromkeys(answer.mode for answer in with_depth))
     lengths = sorted({answer.max_length for answer in with_depth})
     num_columns = min(4, len(modes))
-    axes = figure.subplots(math.ceil(len(modes) / num_columns), num_columns, squeeze=False).flat
+    axes = list(figure.subplots(math.ceil(len(modes) / num_columns), num_columns, squeeze=False).flat)
     image = None
     for axis, mode in zip(axes, modes, strict=False):
         image = axis.imshow(
@@ -255,7 +255,7 @@ def _draw_depths(figure: Any, answers: Sequence[Answer]) -> bool:
         axis.set_yticks([-0.5, DEPTH_BINS / 2 - 0.5, DEPTH_BINS - 0.5], ["0", "0.5", "1"], fontsize=7)
         axis.set_xlabel("length [tokens]", fontsize=7)
         axis.set_ylabel("depth", fontsize=7)
-    for axis in list(axes)[len(modes) :]:
+    for axis in axes[len(modes) :]:
         axis.set_axis_off()
     figure.colorbar(image, ax=figure.axes, label="score")
     return True
