@@ -1,5 +1,7 @@
 """HostTier: the home of every block in the rank's own host memory."""
 
+import weakref
+
 import torch
 
 from oasis_tp.kv.layout import KvLayout
@@ -21,7 +23,8 @@ class HostTier:
         # [layer, local_kv_head, host_block, K|V, block_size, head_dim]
         self.kv = torch.empty(layout.num_layers, heads, num_blocks, 2, block, dim, dtype=dtype)
         if pin:
-            _register(self.kv)
+            # Memory that is given back while registered could not be registered for the next tier that gets it.
+            weakref.finalize(self, _unregister, _register(self.kv)).atexit = False
         self.rows = self.kv.view(-1, block * dim)
         self._head_offset = torch.arange(heads)[:, None] * num_blocks  # [head, 1]
 
@@ -30,9 +33,13 @@ class HostTier:
         return (layer * self.layout.num_kv_heads * self.num_blocks + self._head_offset + blocks) * 2
 
 
-def _register(tensor: torch.Tensor) -> None:
-    """Pin exactly the tensor's bytes, in chunks: torch's own pinned allocator rounds up to a power of two."""
+def _register(tensor: torch.Tensor) -> list[int]:
+    """Pin exactly the tensor's bytes, in chunks: torch's own pinned allocator rounds up to a power of two.
+
+    Returns where the chunks begin.
+    """
     start, left = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+    starts = []
     while left > 0:
         size = min(left, REGISTER_CHUNK_BYTES)
         code = torch.cuda.cudart().cudaHostRegister(start, size, 0)
@@ -41,4 +48,13 @@ def _register(tensor: torch.Tensor) -> None:
                 f"pinning {left / 2**30:.1f} GiB of host memory failed (CUDA error {int(code)}): lower --host-kv-gb or "
                 "raise the locked-memory limit (ulimit -l)"
             )
+        starts.append(start)
         start, left = start + size, left - size
+    return starts
+
+
+def _unregister(starts: list[int]) -> None:
+    """Let go of `_register`'s chunks, once no copy can be reading them any more."""
+    torch.cuda.synchronize()
+    for start in starts:
+        torch.cuda.cudart().cudaHostUnregister(start)
