@@ -1,11 +1,12 @@
-"""Check the Triton kernels on this machine: each against its slow reference, then all of a decode step together.
+"""Check the Triton kernels on this machine: each against its slow reference, then all of a decode step together, then
+the engine with delays put into its copies and into its compute, and on two ranks. Then times.
 
-On a GPU: fp32, fp16 and bf16; a step captured in a CUDA graph against the same step launched one by one; then the speed
-of a step's kernels and of gathering from host memory. Without a GPU the small shapes run in triton's interpreter, in
-fp32 and fp16 (its bf16 products are wrong), so that this script never rots. The last line printed is JSON; the exit
-code is 1 if any check failed, and nothing is timed then.
+On a GPU: fp32, fp16 and bf16; the speed of a layer's decode step, of each of its kernels and of gathering from host
+memory; decode of a whole model of 8B parameters' shape with random weights, dense beside sparse. Without a GPU the
+small shapes run in triton's interpreter, in fp32 and fp16 (its bf16 products are wrong), so that this script never
+rots. The last line printed is JSON; the exit code is 1 if any check failed, and nothing is timed then.
 
-Needs torch, triton and numpy alone.
+Needs torch, triton, numpy, safetensors and tokenizers alone.
 """
 
 import argparse
@@ -14,13 +15,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from statistics import median
 from typing import Any, Literal
 
 import torch
 
-from oasis_tp.bench.ceiling import step_bytes
+from oasis_tp.bench.ceiling import seconds, step_bytes
 from oasis_tp.bench.decode_rig import DecodeRig
+from oasis_tp.bench.gpu_decode import format_model, time_model
 from oasis_tp.bench.graph_twin import recorded
 from oasis_tp.config import SparsityConfig
 from oasis_tp.engine.cuda_graphs import CudaRecorder, DecodeGraphs
@@ -104,22 +105,10 @@ def check_graph(device: torch.device, steps: int = 4) -> bool:
     return right and all(torch.equal(getattr(mine, name), getattr(other_tables, name)) for name in RESIDENCY_TABLES)
 
 
-def seconds(run: Callable[[], object], rounds: int = 20) -> float:
-    """Median time of `run` with what it launched done."""
-    for _ in range(3):
-        run()
-    times = []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return median(times)
+def speed(device: torch.device, link_bytes_per_s: float) -> list[dict[str, Any]]:
+    """A layer's decode step at the shape of an 8B model, graph-replayed, and each of its kernels, beside ceilings."""
+    from oasis_tp.bench.triton_kernels import step_calls, time_call
 
-
-def speed(device: torch.device) -> list[dict[str, Any]]:
-    """A layer's decode step at the shape of an 8B model, graph-replayed, beside its ceiling."""
     source, target = torch.empty(2, 2**30, dtype=torch.uint8, device=device)
     device_bytes_per_s = 2 * source.numel() / seconds(lambda: target.copy_(source))
     layout = KvLayout(num_layers=1, num_kv_heads=8, head_dim=128, block_size=16, dtype_bytes=2)
@@ -129,8 +118,7 @@ def speed(device: torch.device) -> list[dict[str, Any]]:
         rig = DecodeRig(layout, 4, sparsity, context, batch, dtype=torch.bfloat16, device=device, use_triton=True)
         rig.step()  # compiles; a capture may not
         _, inputs, forward = rig.prepare()
-        replay, _ = CudaRecorder()(lambda inputs=inputs, forward=forward: forward(inputs))  # type: ignore[misc]
-        step_s = seconds(replay)
+        step_s = time_call(lambda inputs=inputs, forward=forward: forward(inputs))  # type: ignore[misc]
         moved, dense = (
             step_bytes(0, layout, x, context, batch).total / device_bytes_per_s * 1e6
             for x in (sparsity, SparsityConfig(attention="dense"))
@@ -145,7 +133,16 @@ def speed(device: torch.device) -> list[dict[str, Any]]:
             }
         )
         print(" ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
-        del rig, replay, inputs, forward
+        rows[-1]["kernels"] = []
+        for call in step_calls(rig):
+            call_us = time_call(call.run) * 1e6
+            ceiling_us = call.num_bytes / (link_bytes_per_s if call.over_link else device_bytes_per_s) * 1e6
+            figures = {"us": round(call_us, 1), "ceiling_us": round(ceiling_us, 1), "share": ceiling_us / call_us}
+            rows[-1]["kernels"].append({"kernel": call.kernel} | figures)
+            print(
+                f"  {call.kernel:16} {call_us:8.1f} µs {100 * ceiling_us / call_us:5.1f} % of its ceiling", flush=True
+            )
+        del rig, inputs, forward, call
     return rows
 
 
@@ -167,6 +164,28 @@ def gather_speed(device: torch.device) -> dict[str, float]:
     }
 
 
+def times(device: torch.device, ends: float) -> dict[str, Any]:
+    """What is timed on this device; on a CPU only that it can be."""
+    found: dict[str, Any] = {"model_is_finite": None}
+    if device.type == "cuda":
+        with torch.inference_mode():
+            found |= gather_speed(device)
+            found["speed"] = speed(device, found["memcpy_gb_s"] * 1e9)
+        torch.cuda.empty_cache()  # the model's memory is planned by what is free
+    try:
+        found["model"] = time_model(device, ends)
+    except ValueError as error:
+        found["model"] = {"error": str(error)}
+        print(f"the model is not timed: {error}")
+    except RuntimeError as error:
+        found |= {"model": {"error": str(error)}, "model_is_finite": False}
+        print(f"the model: WRONG, {error}")
+    else:
+        found["model_is_finite"] = True
+        print(format_model(found["model"]["rows"]))
+    return found
+
+
 CHECKS: dict[str, Callable[[torch.device], bool]] = {
     "step_equals_torch": check_step,
     "graph_equals_eager": check_graph,
@@ -181,8 +200,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--kernels", default="", metavar="A,B", help="check these alone (default: all)")
-    parser.add_argument("--no-speed", action="store_true", help="on a GPU: check, do not time")
+    parser.add_argument("--no-speed", action="store_true", help="check, do not time")
+    parser.add_argument(
+        "--seconds", type=float, default=420, help="time no further row of the model after so many (default: 420)"
+    )
     args = parser.parse_args(argv)
+    began = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu, triton's interpreter"
     if device.type == "cpu":
@@ -201,9 +224,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             summary[check] = run(device)
             print(f"{check.replace('_', ' '):24} {'ok' if summary[check] else 'WRONG'}", flush=True)
     right = all(row["ok"] for row in kernels) and all(summary[check] for check in CHECKS)
-    if right and device.type == "cuda" and not args.no_speed:
-        with torch.inference_mode():
-            summary |= {"speed": speed(device)} | gather_speed(device)
+    if right and not args.no_speed:
+        summary |= times(device, began + args.seconds)
+        right = summary["model_is_finite"] is not False
     print(json.dumps(summary))
     return 0 if right else 1
 
