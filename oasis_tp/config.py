@@ -53,7 +53,8 @@ class ParallelConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs. `auto`: CUDA when there is a GPU."""
     comm: Literal["auto", "nccl", "shm", "gloo"] = "auto"
-    """All-reduce: NCCL on CUDA; on the CPU DeepSpeed's shared memory where ranks fit the cores, else gloo."""
+    """All-reduce: NCCL on CUDA; on the CPU DeepSpeed's shared memory where ranks fit the cores, else gloo. `gloo` on
+    CUDA goes through the host, slowly, and lets ranks share a GPU, for checks."""
     numa_bind: bool = True
     """Keep each rank on the cores of its GPU's NUMA node; on CPUs, ranks share the nodes evenly."""
     check_ranks: bool = False

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 
+from oasis_tp.bench.agreement import check_delays, check_ranks
 from oasis_tp.bench.ceiling import seconds, step_bytes
 from oasis_tp.bench.decode_rig import DecodeRig
 from oasis_tp.bench.gpu_decode import format_model, time_model
@@ -68,7 +69,7 @@ def small_rig(
     return DecodeRig(layout, 3, sparsity, SMALL_CONTEXT, 2, dtype=dtype, device=device, use_triton=use_triton)
 
 
-def check_step(device: torch.device, steps: int = 3) -> bool:
+def check_step(device: torch.device, steps: int = 2) -> bool:
     """Decode steps by the kernels against the engine's torch operations, in fp32: outputs, misses and residency."""
     from oasis_tp.bench.kernel_tolerance import TOLERANCE
 
@@ -88,7 +89,7 @@ def check_step(device: torch.device, steps: int = 3) -> bool:
     return right
 
 
-def check_graph(device: torch.device, steps: int = 4) -> bool:
+def check_graph(device: torch.device, steps: int = 3) -> bool:
     """Steps that are recorded once and replayed give the bits of steps launched one by one, blocks brought in beside
     the compute included. Without a GPU the recording is that of bench/graph_twin.py.
     """
@@ -189,6 +190,8 @@ def times(device: torch.device, ends: float) -> dict[str, Any]:
 CHECKS: dict[str, Callable[[torch.device], bool]] = {
     "step_equals_torch": check_step,
     "graph_equals_eager": check_graph,
+    "delays_change_nothing": check_delays,
+    "two_ranks_agree": check_ranks,
 }
 
 

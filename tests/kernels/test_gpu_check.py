@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from oasis_tp.bench import gpu_check, gpu_decode, kernel_cases
+from oasis_tp.bench import agreement, gpu_check, gpu_decode, kernel_cases
 from oasis_tp.kv.transfers import Transfers
 from oasis_tp.sparse.triton_decode import TritonStep
 
@@ -73,6 +73,18 @@ def test_the_graph_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     stale = property(lambda step: ticks.setdefault(id(step), step.inputs[-1:].clone()))
     monkeypatch.setattr(TritonStep, "tick", stale)
     assert not gpu_check.check_graph(CPU, steps=3)
+
+
+def test_the_check_with_delays_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for what is under way."""
+    monkeypatch.setattr(Transfers, "settle", lambda *_: None)
+    assert not agreement.check_delays(CPU)
+
+
+def test_the_check_of_two_ranks_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks decode as many tokens as ever, the rank alone fewer."""
+    monkeypatch.setattr(agreement, "NUM_TOKENS", 2)
+    assert not agreement.check_ranks(CPU)
 
 
 def test_what_is_resident_changes_no_answer() -> None:
