@@ -56,6 +56,19 @@ def test_a_wrong_kernel_makes_it_fail(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "WRONG" in capsys.readouterr().out
 
 
+def test_what_raises_is_wrong_and_the_rest_is_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernel_cases.silu_mul, "silu_mul", broken)
+    monkeypatch.setattr(gpu_check, "CHECKS", {"first": broken, "second": lambda device: True})
+    assert gpu_check.main(["--kernels", "silu_mul"]) == 1
+    captured = capsys.readouterr()
+    summary = json.loads(captured.out.splitlines()[-1])
+    assert [row["ok"] for row in summary["kernels"]] == [False, False]
+    assert (summary["first"], summary["second"]) == (False, True) and "model" not in summary
+    assert "RuntimeError: not a finite number" in captured.err
+
+
 def test_an_unknown_kernel_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.main(["--kernels", "silu"]) == 2
     assert "--kernels silu: there is rope_store," in capsys.readouterr().err
