@@ -24,7 +24,7 @@ class ModelConfig:
     """Type of weights and KV. `auto`: the checkpoint's own on CUDA, float32 on the CPU."""
     load_format: Literal["auto", "dummy"] = "auto"
     """`auto`: safetensors. `dummy`: random weights by --seed, the same on any number of ranks, for timing without a
-    checkpoint: of the model's directory only config.json is read, and the tokenizer where text is taken."""
+    checkpoint: of the model's directory only config.json is read, and the tokenizer where there is one."""
     max_model_len: int | None = None
     """Longest prompt plus output in tokens (suffixes k, K, m, M allowed). Default: the model's own window."""
     served_model_name: tuple[str, ...] = ()
