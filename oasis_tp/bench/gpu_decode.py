@@ -125,7 +125,8 @@ def time_model(device: torch.device, ends: float = float("inf"), shape: Shape | 
     bandwidth = bytes_per_second(engine.tp)
     for context, asked in shape.rows.items():
         num_new = 1 + WARM_STEPS + shape.steps
-        held = [forks.hold(context - num_new) for _ in range(shape.num_prompts[context])]
+        num_held = 0 if time.monotonic() > ends else shape.num_prompts[context]
+        held = [forks.hold(context - num_new) for _ in range(num_held)]
         for mode, batch in asked:
             if time.monotonic() > ends:
                 not_measured.append(f"{mode}, context {context}, batch {batch}: out of time")
