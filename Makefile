@@ -63,7 +63,7 @@ bench-retrieval: $(STAMP) ## long-context answers, sparse beside dense: 24 sampl
 measure-retrieval: $(STAMP) ## the same at length: 288 samples in 25 modes, hours; goes on where it was interrupted
 	$(BIN)/python -m oasis_tp.bench retrieval @configs/retrieval-smollm2.args $(ARGS)
 
-gpu-check: $(STAMP) ## the Triton kernels against their references, on the GPU or in the interpreter: ARGS=...
+gpu-check: $(STAMP) ## kernels and engine checked on the GPU (else in the interpreter), then timed: ARGS=...
 	$(BIN)/python -m oasis_tp.bench.gpu_check $(ARGS)
 
 clean: ## remove .venv and what tools left behind

@@ -40,7 +40,7 @@ class TpGroup:
         self._reduce: Callable[[torch.Tensor], object] = {
             "none": lambda x: x,
             "nccl": dist.all_reduce,
-            "gloo": dist.all_reduce,
+            "gloo": dist.all_reduce if device.type == "cpu" else _reduce_through_host,
             "shm": lambda x: torch.ops.deepspeed.inference_all_reduce_(x),
         }[collective]
 
@@ -62,7 +62,7 @@ class TpGroup:
                 f"--tensor-parallel-size {config.tensor_parallel_size}: this job has {ranks.size} rank(s); "
                 f"start it with torchrun --nproc_per_node {config.tensor_parallel_size}, or leave the option out"
             )
-        device = _choose_device(config.device, ranks.local_rank)
+        device = _choose_device(config.device, ranks.local_rank, shares=config.comm == "gloo")
         if config.comm == "nccl" and device.type != "cuda":
             raise ValueError("--comm nccl: NCCL needs CUDA; on the CPU use auto, shm or gloo")
         sharers = _bind_to_node(device, ranks) if config.numa_bind else ranks.local_size
@@ -71,12 +71,13 @@ class TpGroup:
         if ranks.size == 1:
             return cls(ranks, device, "none")
         if not dist.is_initialized():
+            through_nccl = device.type == "cuda" and config.comm != "gloo"
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                "cpu:gloo,cuda:nccl" if through_nccl else "gloo",
                 rank=ranks.rank,
                 world_size=ranks.size,
                 timeout=timedelta(seconds=config.distributed_timeout_seconds),
-                device_id=device if device.type == "cuda" else None,
+                device_id=device if through_nccl else None,
             )
         return cls(ranks, device, _choose_collective(config.comm, ranks, device))
 
@@ -105,11 +106,14 @@ class TpGroup:
         width = max(stop - start for start, stop in ranges)
         padded = shard.new_zeros(num_rows, width)
         padded[:, : shard.shape[1]] = shard
+        if self.collective == "gloo":
+            padded = padded.cpu()
         parts = [torch.empty_like(padded) for _ in ranges] if self.rank == 0 else None
         dist.gather(padded, parts, dst=0)
         if parts is None:
             return None
-        return torch.cat([part[:, : stop - start] for part, (start, stop) in zip(parts, ranges, strict=True)], dim=1)
+        cut = [part[:, : stop - start] for part, (start, stop) in zip(parts, ranges, strict=True)]
+        return torch.cat(cut, dim=1).to(shard.device)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Copy rank 0's `x` (CPU) to every rank, in place."""
@@ -148,16 +152,23 @@ class TpGroup:
         return [int(v) for v in x]
 
 
-def _choose_device(name: str, local_rank: int) -> torch.device:
+def _reduce_through_host(x: torch.Tensor) -> None:
+    """gloo's sum of a tensor on a GPU: a copy of it is summed on the host."""
+    summed = x.cpu()
+    dist.all_reduce(summed)
+    x.copy_(summed)
+
+
+def _choose_device(name: str, local_rank: int, *, shares: bool) -> torch.device:
+    """`shares`: ranks may share a GPU, which NCCL does not allow."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: no GPU is visible to torch here; use --device cpu or auto")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
-        raise ValueError(
-            f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} visible; start at most that many ranks"
-        )
-    device = torch.device("cuda", local_rank)
+    count = torch.cuda.device_count()
+    if local_rank >= count and not shares:
+        raise ValueError(f"local rank {local_rank} has no GPU: {count} visible; start at most that many ranks")
+    device = torch.device("cuda", local_rank % count)
     torch.cuda.set_device(device)
     return device
 
@@ -175,9 +186,9 @@ def _bind_to_node(device: torch.device, ranks: RankInfo) -> int:
 
 def _choose_collective(wanted: str, ranks: RankInfo, device: torch.device) -> str:
     if device.type == "cuda":
-        if wanted not in ("auto", "nccl"):
-            raise ValueError(f"--comm {wanted}: on CUDA only nccl (or auto) is supported")
-        return "nccl"
+        if wanted == "shm":
+            raise ValueError("--comm shm: it is for ranks on CPUs; on CUDA use auto or nccl, or gloo to share a GPU")
+        return "gloo" if wanted == "gloo" else "nccl"
     if wanted == "gloo":
         return "gloo"
     why_not = _why_no_shm(ranks)

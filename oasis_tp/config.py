@@ -24,7 +24,7 @@ class ModelConfig:
     """Type of weights and KV. `auto`: the checkpoint's own on CUDA, float32 on the CPU."""
     load_format: Literal["auto", "dummy"] = "auto"
     """`auto`: safetensors. `dummy`: random weights by --seed, the same on any number of ranks, for timing without a
-    checkpoint: of the model's directory only config.json is read, and the tokenizer where text is taken."""
+    checkpoint: of the model's directory only config.json is read, and the tokenizer where there is one."""
     max_model_len: int | None = None
     """Longest prompt plus output in tokens (suffixes k, K, m, M allowed). Default: the model's own window."""
     served_model_name: tuple[str, ...] = ()
@@ -53,7 +53,8 @@ class ParallelConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs. `auto`: CUDA when there is a GPU."""
     comm: Literal["auto", "nccl", "shm", "gloo"] = "auto"
-    """All-reduce: NCCL on CUDA; on the CPU DeepSpeed's shared memory where ranks fit the cores, else gloo."""
+    """All-reduce: NCCL on CUDA; on the CPU DeepSpeed's shared memory where ranks fit the cores, else gloo. `gloo` on
+    CUDA goes through the host, slowly, and lets ranks share a GPU, for checks."""
     numa_bind: bool = True
     """Keep each rank on the cores of its GPU's NUMA node; on CPUs, ranks share the nodes evenly."""
     check_ranks: bool = False

@@ -10,7 +10,7 @@ from typing import Any
 from oasis_tp.cli import speculative_options
 from oasis_tp.config import Config, SketchKind, SparsityConfig
 from oasis_tp.engine.engine import STUCK, Engine
-from oasis_tp.models.tokenizer import load_tokenizer, read_template
+from oasis_tp.models.tokenizer import empty_tokenizer, load_tokenizer, read_template
 from oasis_tp.request import FinishReason, KvStats, RequestSpec, SamplingParams, TokenLogprobs, TokenOutput
 from oasis_tp.server.detokenizer import Detokenizer
 from oasis_tp.validation import validate
@@ -78,6 +78,8 @@ def make_config(**options: Any) -> Config:
 class LLM:
     """A model ready to generate.
 
+    With load_format="dummy" config.json is enough for prompts of token ids; their answers then have no text.
+
     `LLM("smollm2", budget_tokens=512)` takes the options of the command line with underscores for dashes. Under
     torchrun every rank constructs it and makes the same calls, and every rank gets the same answers.
     """
@@ -95,7 +97,9 @@ class LLM:
     def _start(self, config: Config, extra_sketches: Sequence[SketchKind]) -> None:
         template = read_template(config.model.chat_template)
         self.engine = Engine.create(config, extra_sketches=extra_sketches)
-        self.tokenizer = load_tokenizer(self.engine.model_dir, template)
+        model_dir = self.engine.model_dir
+        needs_none = config.model.load_format == "dummy" and not (model_dir / "tokenizer.json").is_file()
+        self.tokenizer = empty_tokenizer(model_dir) if needs_none else load_tokenizer(model_dir, template)
         self._ids = count()
         self._open: dict[int, tuple[Completion, Detokenizer]] = {}
         self.engine.on_output = self._receive

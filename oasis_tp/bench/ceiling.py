@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 
@@ -65,6 +66,13 @@ def timed(action: Callable[[], object], device: torch.device) -> float:
     action()
     synchronize(device)
     return time.perf_counter() - start
+
+
+def seconds(run: Callable[[], object], rounds: int = 20) -> float:
+    """Median time of `run` on a GPU, with what it launched done."""
+    for _ in range(3):
+        run()
+    return median(timed(run, torch.device("cuda")) for _ in range(rounds))
 
 
 def synchronize(device: torch.device) -> None:

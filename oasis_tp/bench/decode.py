@@ -211,7 +211,7 @@ def measure(
             context=context,
             batch=batch,
             ceiling=ceilings[mode],
-            decode=partial(forks.decode, held, sparsity, batch, args.steps),
+            decode=partial(forks.decode, [held], sparsity, batch, args.steps),
         )
         for mode, sparsity in modes.items()
     ]
@@ -228,7 +228,7 @@ def measure(
             _take_turns(rivals, theirs, context, batch)
     for one, sparsity in zip(own, modes.values(), strict=True) if not args.no_profile else ():
         timer = PartTimer(engine.tp.device)
-        forks.decode(held, sparsity, batch, args.steps, timer)
+        forks.decode([held], sparsity, batch, args.steps, timer)
         one.parts_ms = {part: seconds * 1e3 for part, seconds in timer.median_step().items()}
     return own + theirs
 

@@ -26,7 +26,7 @@ def format_rows(rows: Sequence[dict[str, Any]]) -> str:
                 *(f"{row['hot_kv_bytes'] / 2**20:.1f}", hit_rate),
             ]
         )
-    return _table(COLUMNS, lines)
+    return table(COLUMNS, lines)
 
 
 def format_ceilings(rows: Sequence[dict[str, Any]]) -> str:
@@ -36,7 +36,7 @@ def format_ceilings(rows: Sequence[dict[str, Any]]) -> str:
         + [f"{row['ceiling_parts_ms'][part]:.2f}" for part in ("weights", "kv", "sketch")]
         for row in rows
     ]
-    return _table(("engine", "mode", "context", "batch", "weights", "KV", "sketch"), lines)
+    return table(("engine", "mode", "context", "batch", "weights", "KV", "sketch"), lines)
 
 
 def format_parts(rows: Sequence[dict[str, Any]]) -> str:
@@ -46,10 +46,10 @@ def format_parts(rows: Sequence[dict[str, Any]]) -> str:
     lines = [
         [row["mode"], row["context"], row["batch"]] + [f"{row['parts_ms'][part]:.2f}" for part in parts] for row in rows
     ]
-    return _table(("mode", "context", "batch", *parts), lines)
+    return table(("mode", "context", "batch", *parts), lines)
 
 
-def _table(columns: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
+def table(columns: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in (columns, ["---"] * len(columns), *lines))
 
 

@@ -1,5 +1,6 @@
 """Batches that decode from one held prompt: how the engine is timed at a context and batch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -23,7 +24,7 @@ class Decoded:
     hit_rate: float | None = None
     """None where nothing is selected."""
     loaded_bytes: int = 0
-    """Host to device, per timed step, on this rank."""
+    """Host to device, per step, on this rank."""
 
 
 class Forks:
@@ -32,10 +33,11 @@ class Forks:
     Forks share the prompt's host KV and sketches, own their pages, and sample each its own way on.
     """
 
-    def __init__(self, engine: Engine, text: list[int]) -> None:
+    def __init__(self, engine: Engine, text: list[int], temperature: float = 1.0) -> None:
         """`text`: the token ids that prompts are cut from, repeated where they are too few."""
         self.engine = engine
         self.text = text
+        self.temperature = temperature
         self._ids = count()
 
     def hold(self, num_tokens: int) -> RequestSpec:
@@ -52,13 +54,14 @@ class Forks:
 
     def decode(
         self,
-        held: RequestSpec,
+        held: Sequence[RequestSpec],
         sparsity: SparsityConfig,
         batch: int,
         num_steps: int,
         timer: PartTimer | None = None,
     ) -> Decoded:
-        """Decode `num_steps` steps of `batch` forks, after WARM_STEPS more; with a `timer` it takes their parts.
+        """Decode `num_steps` steps of `batch` forks of the held prompts in turn, after WARM_STEPS more; with a `timer`
+        it takes their parts, of kernels launched one by one.
 
         Raises:
             ValueError: the batch does not fit the device.
@@ -77,28 +80,34 @@ class Forks:
         engine.on_output = receive
         for index in range(batch):
             # The first token comes from the prefill; a seed of its own leads each fork another way.
-            sampling = SamplingParams(max_tokens=1 + WARM_STEPS + num_steps, seed=index, ignore_eos=True)
+            sampling = SamplingParams(
+                max_tokens=1 + WARM_STEPS + num_steps, seed=index, ignore_eos=True, temperature=self.temperature
+            )
+            parent = held[index % len(held)]
             engine.submit(
                 RequestSpec(
                     request_id=next(self._ids),
-                    prompt_ids=held.prompt_ids,
+                    prompt_ids=parent.prompt_ids,
                     sampling=sampling,
                     sparsity=sparsity,
-                    fork_of=held.request_id,
+                    fork_of=parent.request_id,
                 )
             )
         engine.step()
         num_running = engine.stats().num_running
         if num_running < batch:
             raise ValueError(
-                f"--batches {batch} in mode {sparsity.attention}: {num_running} requests of {len(held.prompt_ids)} "
+                f"--batches {batch} in mode {sparsity.attention}: {num_running} requests of {len(held[0].prompt_ids)} "
                 "prompt tokens fit the device at once; lower --batches or --contexts"
             )
+        loaded = engine.stats().host_to_device_bytes  # what kernels load is counted when a request ends
+        graphs = engine.runner.graphs
+        engine.runner.graphs = graphs if timer is None else None
         for _ in range(WARM_STEPS):
             engine.step()
-        loaded = engine.stats().host_to_device_bytes
         step = engine.step if timer is None else lambda: timer.run(engine.step)
         step_s = [timed(step, engine.tp.device) for _ in range(num_steps)]
+        engine.runner.graphs = graphs
         loaded = engine.stats().host_to_device_bytes - loaded
         assert len(ended) == batch, (len(ended), batch)
         self._step_until_idle()
@@ -107,7 +116,7 @@ class Forks:
             step_s=step_s,
             hot_kv_bytes=sum(kv.hot_kv_bytes for kv in ended),
             hit_rate=1 - missed / selected if selected else None,
-            loaded_bytes=loaded // num_steps,
+            loaded_bytes=loaded // (WARM_STEPS + num_steps),
         )
 
     def _step_until_idle(self) -> None:

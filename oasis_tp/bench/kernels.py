@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from oasis_tp.bench.arguments import check_least, numbers
-from oasis_tp.bench.ceiling import bytes_per_second
+from oasis_tp.bench.ceiling import bytes_per_second, seconds
 from oasis_tp.bench.cpu_kernels import Timing, check_decode, check_linear, linears, time_decode, time_linear
 from oasis_tp.comm import TpGroup
 from oasis_tp.config import SparsityConfig
@@ -78,7 +78,7 @@ def _cpu_rows(args: argparse.Namespace, arch: ModelArch) -> Iterator[dict[str, A
 
 def _gpu_rows(args: argparse.Namespace, arch: ModelArch) -> Iterator[dict[str, Any]]:
     # Triton is loaded only where there is a GPU for it.
-    from oasis_tp.bench.gpu_check import check_kernels, gather_speed, seconds
+    from oasis_tp.bench.gpu_check import check_kernels, gather_speed
     from oasis_tp.bench.triton_kernels import decode_rig, step_calls, time_call
 
     device, dtype = torch.device("cuda"), torch.bfloat16

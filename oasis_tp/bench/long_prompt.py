@@ -42,7 +42,7 @@ class RepeatingRunner(ModelRunner):
 
     def __init__(self, plain: ModelRunner, period: int) -> None:
         """`period`: tokens; prompt chunks must begin there."""
-        super().__init__(plain.model, plain.cache, plain.tp, plain.sampler)
+        super().__init__(plain.model, plain.cache, plain.tp, plain.sampler, plain.graphs)
         self.period = period
         arch, shard = self.model.arch, self.model.shard
         self._last_query = torch.zeros(

@@ -20,11 +20,25 @@ PARTS = {
         "oasis_tp.nn.embedding:VocabEmbedding.logits",
     ),
     "all-reduce": ("oasis_tp.comm:TpGroup.all_reduce", "oasis_tp.comm:TpGroup.gather_logits"),
-    # The compiled CPU path, and the torch operations that run without it.
-    "select": ("oasis_tp.kernels.cpu:select", "oasis_tp.engine.kv_cache:select_blocks"),
+    # The compiled CPU path, the torch operations that run without it, and the Triton kernels.
+    "select": (
+        "oasis_tp.kernels.cpu:select",
+        "oasis_tp.engine.kv_cache:select_blocks",
+        "oasis_tp.sparse.triton_decode:TritonDecode._score",
+        "oasis_tp.kernels.group_scores:group_scores",
+        "oasis_tp.kernels.top_blocks:top_blocks",
+        "oasis_tp.kernels.copy_plan:plan_copies",
+        "oasis_tp.kernels.copy_plan:plan_ahead",
+    ),
     # Those that a step waits for, and the orders of those that it does not.
-    "copies": tuple(f"oasis_tp.kv.transfers:Transfers.{name}" for name in ("load", "settle", "prefetch")),
+    "copies": tuple(
+        f"oasis_tp.kv.transfers:Transfers.{name}"
+        for name in ("load", "settle", "prefetch", "load_planned", "prefetch_planned", "join")
+    ),
     "attend": (
+        "oasis_tp.kernels.attention:sparse_attention",
+        "oasis_tp.kernels.tail_attention:tail_attention",
+        "oasis_tp.kernels.merge_states:merge_states",
         "oasis_tp.kernels.cpu:attend",
         "oasis_tp.engine.kv_cache:attend_blocks",
         "oasis_tp.kv.device_pool:DevicePool.gather",

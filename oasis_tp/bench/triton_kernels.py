@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import torch
 
+from oasis_tp.bench.ceiling import seconds
 from oasis_tp.bench.decode_rig import DecodeRig, layout_of
-from oasis_tp.bench.gpu_check import seconds
 from oasis_tp.config import SparsityConfig
 from oasis_tp.kernels import gather
 from oasis_tp.models.registry import ModelArch

@@ -118,6 +118,13 @@ def load_tokenizer(model_dir: Path, chat_template: str | None = None) -> Tokeniz
     )
 
 
+def empty_tokenizer(model_dir: Path) -> Tokenizer:
+    """For programs that give and take token ids alone: it has no tokens, so no text is any, and they are no text."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    eos = read_eos_token_ids(model_dir)
+    return Tokenizer(backend, eos_token_ids=eos, chat_template=None, template_tokens={})
+
+
 def _content(token: Any) -> Any:
     return token["content"] if isinstance(token, dict) else token
 

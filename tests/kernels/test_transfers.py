@@ -1,8 +1,11 @@
 """Copies between the tiers move the right bytes, touch no others, and count what they moved."""
 
+import mmap
+
 import pytest
 import torch
 
+from oasis_tp.kv import host_tier
 from oasis_tp.kv.device_pool import DevicePool
 from oasis_tp.kv.host_tier import HostTier
 from oasis_tp.kv.layout import KvLayout
@@ -86,3 +89,38 @@ def test_nothing_is_moved_for_nothing(tiers: Transfers) -> None:
     before = tiers.pool.kv.clone()
     assert tiers.load(0, none, none, none).num_bytes == 0
     assert torch.equal(tiers.pool.kv, before)
+
+
+class PinnedPages:
+    """cudaHostRegister as CUDA has it: no page twice."""
+
+    def __init__(self) -> None:
+        self.pages: dict[int, range] = {}
+
+    def cudaHostRegister(self, start: int, size: int, flags: int) -> int:
+        wanted = range(start // mmap.PAGESIZE, (start + size - 1) // mmap.PAGESIZE + 1)
+        if any(wanted.start < held.stop and held.start < wanted.stop for held in self.pages.values()):
+            return 712
+        self.pages[start] = wanted
+        return 0
+
+    def cudaHostUnregister(self, start: int) -> int:
+        del self.pages[start]
+        return 0
+
+
+def test_a_tier_pins_pages_of_its_own_and_lets_go_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudart = PinnedPages()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(host_tier, "REGISTER_CHUNK_BYTES", 2 * mmap.PAGESIZE)
+    layout = KvLayout(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=DIM, block_size=BLOCK, dtype_bytes=4)
+    tiers = [HostTier(layout, 3, torch.float32, pin=True) for _ in range(8)]  # 4.5 pages each
+    assert len(cudart.pages) == 8 * 3
+    for tier in tiers:
+        held = {page for pages in cudart.pages.values() for page in pages}
+        first, last = tier.kv.data_ptr(), tier.kv.data_ptr() + tier.kv.nbytes - 1
+        assert set(range(first // mmap.PAGESIZE, last // mmap.PAGESIZE + 1)) <= held
+        tier.kv.normal_()
+    del tier, tiers
+    assert not cudart.pages

@@ -94,7 +94,7 @@ def test_forks_decode_together_from_one_prefill_and_leave_nothing(forks: Forks) 
     assert held.prompt_ids[:297] == tuple(range(3, 300)) and held.prompt_ids[297:] == tuple(range(3, 106))
     before = engine.stats()
     assert before.prompt_tokens == 400
-    decoded = forks.decode(held, SPARSE, 3, 5)
+    decoded = forks.decode([held], SPARSE, 3, 5)
     after = engine.stats()
     assert after.prompt_tokens == 400, "the forks are not prefilled again"
     assert after.generation_tokens - before.generation_tokens == 3 * (1 + WARM_STEPS + 5)
@@ -102,7 +102,7 @@ def test_forks_decode_together_from_one_prefill_and_leave_nothing(forks: Forks) 
     assert decoded.hot_kv_bytes == 3 * (2 * 2 + 4) * engine.runner.cache.layout.page_bytes
     assert decoded.hit_rate is not None and 0 < decoded.hit_rate < 1
     assert decoded.loaded_bytes > 0
-    dense = forks.decode(held, DENSE, 3, 5)
+    dense = forks.decode([held], DENSE, 3, 5)
     assert dense.hot_kv_bytes == 3 * 26 * engine.runner.cache.layout.page_bytes  # 408 tokens
     assert dense.hit_rate is None and dense.loaded_bytes == 0
     forks.release(held)
@@ -113,7 +113,7 @@ def test_forks_decode_together_from_one_prefill_and_leave_nothing(forks: Forks) 
 def test_a_batch_that_does_not_fit_is_refused_by_its_option(forks: Forks) -> None:
     held = forks.hold(400)
     with pytest.raises(ValueError, match="--batches 5 in mode resolve: 4 requests of 400 prompt tokens fit"):
-        forks.decode(held, SPARSE, 5, 2)
+        forks.decode([held], SPARSE, 5, 2)
     while forks.engine.has_work:
         forks.engine.step()
     forks.release(held)
@@ -143,7 +143,7 @@ def test_a_part_is_its_own_time_without_what_it_calls(monkeypatch: pytest.Monkey
 def test_a_profile_names_every_part_of_a_step(forks: Forks) -> None:
     held = forks.hold(400)
     timer = PartTimer(torch.device("cpu"))
-    forks.decode(held, SPARSE, 2, 16, timer)  # 16 steps end a block: one of them seals
+    forks.decode([held], SPARSE, 2, 16, timer)  # 16 steps end a block: one of them seals
     forks.release(held)
     assert len(timer.steps) == 16
     total = {part: sum(step[part] for step in timer.steps) for part in timer.steps[0]}

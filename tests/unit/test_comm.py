@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from oasis_tp.comm import SHM_PREFIX, RankInfo, TpGroup, _why_no_shm, discover_ranks
+from oasis_tp.comm import (
+    SHM_PREFIX,
+    RankInfo,
+    TpGroup,
+    _choose_collective,
+    _choose_device,
+    _why_no_shm,
+    discover_ranks,
+)
 from oasis_tp.config import ParallelConfig
 from tests.dist.ranks import run_on_ranks
 
@@ -90,6 +98,20 @@ def check_collectives(tp: TpGroup, rank: int, size: int) -> None:
     if gathered is not None:
         torch.testing.assert_close(gathered, whole, equal_nan=True, atol=0, rtol=0)
     tp.barrier()
+
+
+def test_ranks_share_a_gpu_over_gloo_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    with pytest.raises(ValueError, match="local rank 1 has no GPU: 1 visible"):
+        _choose_device("auto", 1, shares=False)
+    gpu = _choose_device("auto", 1, shares=True)
+    assert gpu == torch.device("cuda", 0)
+    two = RankInfo(rank=0, size=2, local_rank=0, local_size=2)
+    assert [_choose_collective(name, two, gpu) for name in ("auto", "nccl", "gloo")] == ["nccl", "nccl", "gloo"]
+    with pytest.raises(ValueError, match="--comm shm: it is for ranks on CPUs"):
+        _choose_collective("shm", two, gpu)
 
 
 def test_nccl_needs_cuda_on_one_rank_too() -> None:

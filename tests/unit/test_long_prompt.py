@@ -91,7 +91,7 @@ def test_forks_of_a_repeated_prompt_decode_and_leave_nothing(repeating: Forks) -
     engine = repeating.engine
     held = repeating.hold(CONTEXT)
     for mode in ("dense", "resolve"):
-        decoded = repeating.decode(held, replace(SPARSE, attention=mode), 2, 6)
+        decoded = repeating.decode([held], replace(SPARSE, attention=mode), 2, 6)
         assert len(decoded.step_s) == 6
         assert (decoded.hit_rate is None) == (mode == "dense")
     repeating.release(held)

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from oasis_tp.bench.agreement import model_dir
+from oasis_tp.llm import LLM
 from oasis_tp.models.hub import resolve_model
 from oasis_tp.models.tokenizer import Tokenizer, load_tokenizer
+from oasis_tp.request import SamplingParams
 from tests.tiny import make_tiny
 
 TEXTS = ["the dog", " leading and trailing ", "12345 and 6.7\n\n\tx", "naïve café — 東京 🦊", "", "<|im_end|>\r\n"]
@@ -106,3 +109,13 @@ def test_missing_and_broken_files(tiny_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read"):
         load_tokenizer(tmp_path)
+
+
+def test_random_weights_need_no_tokenizer_where_prompts_are_token_ids() -> None:
+    with model_dir() as directory:
+        llm = LLM(str(directory), load_format="dummy", device_kv_gb=0.01, host_kv_gb=0.02, max_num_seqs=1)
+    output = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, temperature=0.0))[0].outputs[0]
+    assert (len(output.token_ids), output.text) == (3, "")
+    with pytest.raises(ValueError, match="prompt is empty"):
+        llm.generate("text", SamplingParams(max_tokens=3))
+    llm.close()
