@@ -62,8 +62,10 @@ class DecodeRow:
     state: RowState
     position: int
     candidates: tuple[int, int]
-    sink_blocks: torch.Tensor  # [local_kv_head, sink] int64
-    recent_blocks: torch.Tensor  # [local_kv_head, n] int64, the open block last
+    pinned: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Sink blocks [local_kv_head, sink] and recent ones [local_kv_head, n] int64, the open block last; for torch only:
+    kernels know them by position.
+    """
     probe: bool = False
     """Only looks ahead: attends what is there, and its output, K and V are dropped."""
     leads: bool = False

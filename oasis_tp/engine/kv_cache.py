@@ -243,11 +243,12 @@ class KvCache:
                 state=state,
                 position=position,
                 candidates=(first, last),
-                sink_blocks=torch.arange(first, device=self.device).expand(heads, -1),
-                recent_blocks=torch.arange(last, position // block + 1, device=self.device).expand(heads, -1),
                 probe=probe,
                 leads=index + 1 == len(states) or states[index + 1] is not state,
             )
+            if self.decoder is None:
+                sink, recent = torch.arange(first), torch.arange(last, row.block + 1)
+                row.pinned = sink.to(self.device).expand(heads, -1), recent.to(self.device).expand(heads, -1)
             if not state.resident and row.block > state.open_block:
                 self._open_block(row)
             batch.rows.append(row)
@@ -408,7 +409,8 @@ class KvCache:
             assert state.sketch is not None and state.selection.budget is not None
             picked = select_blocks(state.sketch, layer, state.host_blocks[first:last], grouped, state.selection.budget)
             tail_logits, tail_values = picked.tail_logits, picked.tail_values
-            blocks = torch.cat([row.sink_blocks, picked.chosen + first, row.recent_blocks], dim=1)
+            assert row.pinned is not None
+            blocks = torch.cat([row.pinned[0], picked.chosen + first, row.pinned[1]], dim=1)
         else:
             blocks = torch.arange(row.block + 1, device=self.device).expand(heads, -1)
         slots, hidden = (blocks, None) if state.resident else self._make_resident(layer, row, blocks)
