@@ -105,4 +105,5 @@ def sparse_attention(
     sparse_attention_kernel[(splits, num_heads, num_rows)](
         q, kv, pages, num_tokens, states, lse, pages.shape[2], count, kv.stride(0), 1 / math.sqrt(head_dim),
         GROUP=group, GROUP_PAD=padded_group(group), B=block_size, D=head_dim, SPLIT=SPLIT_BLOCKS, TILE=TILE_BLOCKS,
+        num_warps=8 if head_dim >= 128 else 4,  # with four a thread's registers overflow
     )  # fmt: skip

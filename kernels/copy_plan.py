@@ -119,6 +119,7 @@ def lookup_kernel(
         tl.store(last_selected + table * max_slots + slot, tl.full((CHUNK,), 0, tl.int32) + now, mask=stamp)
         came = fetched + table * max_slots + slot
         ahead = hit & (index < counted) & (tl.load(came, mask=stamp, other=-1) >= 0)
+        tl.debug_barrier()  # threads may hold the same entry: all have read it
         tl.store(came, tl.full((CHUNK,), -1, tl.int32), mask=ahead)
         landed += tl.sum(ahead.to(tl.int32), 0)
         gone = (alive & (slot < 0)).to(tl.int32)
@@ -308,6 +309,9 @@ def ahead_kernel(
         tl.store(sources + place, block, mask=(gone == 1) & (place < limit))
         missing += tl.sum(gone, 0)
     needed = tl.minimum(missing, limit)
+    if needed == 0:
+        tl.store(num_fetched + pair, 0)
+        return
     tl.debug_barrier()
 
     slot = tl.arange(0, SLOTS)
@@ -384,11 +388,13 @@ def plan_copies(
             plan.pages, plan.num_tokens, plan.num_missing, plan.missing, plan.targets, counts, *widths,
             B=block_size, CHUNK=min(CHUNK, next_power_of_2(length)),
         )  # fmt: skip
+        if rows.bounds.max_slots == 0:
+            continue
         replace_kernel[grid](
             chosen, rows.facts, order, host_table, block_table,
             tables.block_in_slot, tables.slot_of_block, tables.last_selected, tables.fetched, tick,
             plan.pages, plan.num_missing, plan.missing, plan.sources, plan.targets, host_table.shape[1], *widths,
-            SLOTS=next_power_of_2(max_slots), CHUNK=VICTIM_CHUNK,
+            SLOTS=next_power_of_2(rows.bounds.max_slots), CHUNK=VICTIM_CHUNK,
         )  # fmt: skip
     return plan
 
@@ -428,7 +434,8 @@ def plan_ahead(
         tables.block_in_slot, tables.slot_of_block, tables.last_selected, tables.fetched, tick,
         ahead.sources, ahead.targets, ahead.num_fetched, counts,
         host_table.shape[1], max_reach, limit, block_table.shape[1], max_slots, max_blocks,
-        SLOTS=next_power_of_2(max_slots), CHUNK=VICTIM_CHUNK, REACH_CHUNK=min(CHUNK, next_power_of_2(max_reach)),
+        SLOTS=next_power_of_2(rows.bounds.max_slots), CHUNK=VICTIM_CHUNK,
+        REACH_CHUNK=min(CHUNK, next_power_of_2(max_reach)),
     )  # fmt: skip
     return ahead
 

@@ -7,7 +7,9 @@ import triton.language as tl
 from oasis_tp.kernels.launch import FLOATS, check
 
 COPIERS = 4
-"""Programs per row and head: few, so that a copy beside the compute leaves it its processors."""
+"""Programs per row and head."""
+BESIDE = 8
+"""Rows and heads at a time of a copy beside the compute: few programs leave it its processors."""
 
 
 @triton.jit
@@ -17,27 +19,35 @@ def copy_blocks_kernel(
     source_blocks: tl.tensor,
     target_blocks: tl.tensor,
     counts: tl.tensor,
+    num_pairs: int,
+    num_heads: int,
     max_blocks: int,
-    source_block_stride: int,
-    source_head_stride: int,
-    target_block_stride: int,
-    target_head_stride: int,
+    source_block_stride: tl.tensor,
+    source_head_stride: tl.tensor,
+    target_block_stride: tl.tensor,
+    target_head_stride: tl.tensor,
     ELEMENTS: tl.constexpr,
 ) -> None:
-    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    pair = row * tl.num_programs(1) + head
     element = tl.arange(0, ELEMENTS)
-    for index in range(tl.program_id(0), tl.load(counts + pair), tl.num_programs(0)):
-        source_block = tl.load(source_blocks + pair * max_blocks + index).to(tl.int64)
-        target_block = tl.load(target_blocks + pair * max_blocks + index).to(tl.int64)
-        if (source_block >= 0) & (target_block >= 0):
-            here = source + source_block * source_block_stride + head.to(tl.int64) * source_head_stride
-            there = target + target_block * target_block_stride + head.to(tl.int64) * target_head_stride
-            tl.store(there + element, tl.load(here + element))
+    for pair in range(tl.program_id(1), num_pairs, tl.num_programs(1)):
+        head, first = tl.zeros((), tl.int64) + pair % num_heads, tl.zeros((), tl.int64) + pair * max_blocks
+        for index in range(tl.program_id(0), tl.load(counts + pair), tl.num_programs(0)):
+            source_block = tl.load(source_blocks + first + index).to(tl.int64)
+            target_block = tl.load(target_blocks + first + index).to(tl.int64)
+            if (source_block >= 0) & (target_block >= 0):
+                here = source + source_block * source_block_stride + head * source_head_stride
+                there = target + target_block * target_block_stride + head * target_head_stride
+                tl.store(there + element, tl.load(here + element))
 
 
 def gather(
-    host: torch.Tensor, kv: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor
+    host: torch.Tensor,
+    kv: torch.Tensor,
+    sources: torch.Tensor,
+    targets: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    beside: bool = False,
 ) -> None:
     """Copy blocks host[kv_head, source] -> kv[target, kv_head], each K and V: one layer, in one launch.
 
@@ -46,8 +56,10 @@ def gather(
         kv: [page, kv_head, K|V, block_size, D].
         sources, targets: [row, kv_head, n] int32, as in `CopyPlan`; -1 in either = skip.
         counts: [row, kv_head] int32, how many of the n are set.
+        beside: the compute goes on meanwhile, so take few programs.
     """
-    _copy(host, kv, sources, targets, counts, host.stride(1), host.stride(0), kv.stride(0), kv.stride(1))
+    strides = (host.stride(1), host.stride(0), kv.stride(0), kv.stride(1))
+    _copy(host, kv, sources, targets, counts, *strides, most_pairs=BESIDE if beside else None)
 
 
 def write_back(
@@ -64,6 +76,7 @@ def _copy(
     targets: torch.Tensor,
     counts: torch.Tensor,
     *strides: int,
+    most_pairs: int | None = None,
 ) -> None:
     num_rows, num_heads, length = sources.shape
     assert source.shape[2:] == target.shape[2:] and source.dtype == target.dtype, (source.shape, target.shape)
@@ -73,6 +86,7 @@ def _copy(
     check(counts, (num_rows, num_heads), torch.int32, like=sources)
     elements = source[0, 0].numel()
     assert elements & (elements - 1) == 0, "block_size times head_dim is no power of two"
-    copy_blocks_kernel[(min(COPIERS, length), num_heads, num_rows)](
-        source, target, sources, targets, counts, length, *strides, ELEMENTS=elements
+    num_pairs = num_rows * num_heads
+    copy_blocks_kernel[(min(COPIERS, length), min(num_pairs, most_pairs or num_pairs))](
+        source, target, sources, targets, counts, num_pairs, num_heads, length, *strides, ELEMENTS=elements
     )

@@ -66,6 +66,8 @@ class Bounds:
     """Blocks in the longest list: sink, chosen and recent together."""
     max_reach: int
     max_limit: int
+    max_slots: int
+    """Of rows whose blocks come and go; 0: every row is resident, and nothing can be missing."""
     waves: tuple[int, ...]
     """Rows of one request go one after the other: how many rows go first, then second, and so on."""
 
@@ -82,6 +84,7 @@ class Bounds:
             max_attended=max(attended),
             max_reach=max(min(r.reach, r.last - r.first) for r in rows),
             max_limit=max(r.limit for r in rows),
+            max_slots=max(0 if r.resident else r.num_slots for r in rows),
             waves=tuple(Counter(turn for turn, _ in in_turn(rows)).values()),
         )
 
@@ -93,6 +96,7 @@ class Bounds:
             max_attended=_rounded(self.max_attended),
             max_reach=_rounded(self.max_reach),
             max_limit=self.max_limit,
+            max_slots=_rounded(self.max_slots) if self.max_slots else 0,
             waves=self.waves,
         )
 

@@ -9,7 +9,10 @@ import triton.language as tl
 from oasis_tp.kernels.launch import FLOATS, check, check_head_dim, padded_group
 from oasis_tp.kernels.rows import FIRST, LAST, NUM_FACTS, TABLE_ROW, Rows
 
-CHUNK_BLOCKS = 16
+CHUNK_TOKENS = 128
+"""Candidates' tokens per program: with twice as many, sums no longer fit a thread's registers (head_dim 128, sm_90)."""
+BOUNDS_CHUNK = 16
+"""Candidates per program of `score_bounds`."""
 
 
 @triton.jit
@@ -166,13 +169,14 @@ def score(
     check(means, (num_blocks, num_heads, 2, head_dim), torch.int8, like=q)
     check(mean_scales, (num_blocks, num_heads, 2), torch.float16, like=q)
     shape = (num_rows, num_heads, group, rows.bounds.max_candidates)
+    chunk = max(1, CHUNK_TOKENS // block_size)
     scores = torch.empty(shape, dtype=torch.float32, device=q.device)
     tail_logits = torch.empty(shape, dtype=torch.float32, device=q.device)
-    score_kernel[(triton.cdiv(rows.bounds.max_candidates, CHUNK_BLOCKS), num_heads, num_rows)](
+    score_kernel[(triton.cdiv(rows.bounds.max_candidates, chunk), num_heads, num_rows)](
         q, q_rotated, host_table, rows.facts, codes, token_scales, means, mean_scales, scores, tail_logits,
         host_table.shape[1], rows.bounds.max_candidates, 1 / math.sqrt(head_dim), math.log(block_size),
         GROUP=group, GROUP_PAD=padded_group(group), B=block_size, D=head_dim, BITS=bits,
-        BYTES_PAD=max(16, num_bytes), CHUNK=CHUNK_BLOCKS,
+        BYTES_PAD=max(16, num_bytes), CHUNK=chunk,
     )  # fmt: skip
     return scores, tail_logits
 
@@ -188,11 +192,12 @@ def score_bounds(
     check_head_dim(head_dim)
     _check_query(q, host_table, rows)
     check(bounds, (bounds.shape[0], num_heads, 2, head_dim), torch.bfloat16, like=q)
+    chunk = BOUNDS_CHUNK
     scores = torch.empty(num_rows, num_heads, group, rows.bounds.max_candidates, dtype=torch.float32, device=q.device)
-    score_bounds_kernel[(triton.cdiv(rows.bounds.max_candidates, CHUNK_BLOCKS), num_heads, num_rows)](
+    score_bounds_kernel[(triton.cdiv(rows.bounds.max_candidates, chunk), num_heads, num_rows)](
         q, host_table, rows.facts, bounds, scores,
         host_table.shape[1], rows.bounds.max_candidates, 1 / math.sqrt(head_dim), math.log(block_size),
-        GROUP=group, GROUP_PAD=padded_group(group), D=head_dim, CHUNK=CHUNK_BLOCKS,
+        GROUP=group, GROUP_PAD=padded_group(group), D=head_dim, CHUNK=chunk,
     )  # fmt: skip
     return scores
 

@@ -9,8 +9,8 @@ from oasis_tp.kernels.launch import FLOATS, check, next_power_of_2
 
 @triton.jit
 def silu_mul_kernel(gate_up: tl.tensor, out: tl.tensor, size: int, BLOCK: tl.constexpr) -> None:
-    row = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
     gate = tl.load(gate_up + row * 2 * size + column, mask=inside, other=0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * size + size + column, mask=inside, other=0).to(tl.float32)
@@ -25,5 +25,5 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if out.numel() == 0:
         return out
     block = min(1024, next_power_of_2(size))
-    silu_mul_kernel[(triton.cdiv(size, block), num_rows)](gate_up, out, size, BLOCK=block)
+    silu_mul_kernel[(num_rows, triton.cdiv(size, block))](gate_up, out, size, BLOCK=block)
     return out

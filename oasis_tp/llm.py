@@ -156,7 +156,7 @@ class LLM:
 
     def close(self) -> None:
         """Leave the group of ranks."""
-        self.engine.tp.close()
+        self.engine.close()
 
     def _run(
         self,

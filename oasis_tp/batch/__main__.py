@@ -96,7 +96,7 @@ def _follow(config: Config) -> int:
     watchdog = _watch(engine, config, lambda: None)
     engine.run()
     watchdog.stop()
-    engine.tp.close()
+    engine.close()
     return 0
 
 
@@ -154,7 +154,7 @@ def _lead(config: Config, args: argparse.Namespace) -> int:
         job.write_status(state)
         errors.close()
         results.close()
-    engine.tp.close()
+    engine.close()
     return 0 if job.finished else PREEMPTED
 
 

@@ -196,7 +196,7 @@ def _answers(
         with slow(engine):
             return decode(engine)
     finally:
-        engine.tp.close()
+        engine.close()
 
 
 def main(directory: str, out: str) -> None:
@@ -204,7 +204,7 @@ def main(directory: str, out: str) -> None:
     answers, _ = decode(engine)
     tokens = [[token for token, _ in answer] for answer in answers]
     (Path(out) / f"{engine.tp.rank}.json").write_text(json.dumps(tokens))
-    engine.tp.close()
+    engine.close()
 
 
 if __name__ == "__main__":

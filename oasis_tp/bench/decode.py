@@ -167,7 +167,7 @@ def main(args: argparse.Namespace) -> int:
     modes = {mode: replace(sparse, attention=mode) for mode in args.modes}
     with stretched(plain_dir, max(args.contexts)) as model_dir, ExitStack() as stack:
         engine = start_engine(args, model_dir, list(modes.values()), window)
-        stack.callback(engine.tp.close)
+        stack.callback(engine.close)
         rivals = Rivals(args.peers, args.peers_dir, engine, args.steps)
         stack.callback(rivals.close)
         forks = Forks(engine, load_tokenizer(model_dir).encode(prose(), add_special_tokens=False))

@@ -136,7 +136,7 @@ def time_model(device: torch.device, ends: float = float("inf"), shape: Shape | 
         for prompt in held:
             forks.release(prompt)
     engine.check_integrity()
-    engine.tp.close()
+    engine.close()
     return {"gb_per_s": round(bandwidth / 1e9, 1), "rows": rows, "not_measured": not_measured}
 
 

@@ -70,7 +70,12 @@ class Watch:
 
     @contextmanager
     def on(self) -> Iterator["Watch"]:
-        with patch.object(self.runner, "run", self._watched_run), patch.object(self.cache, "decode", self._watch):
+        """No step is replayed meanwhile: what is watched must be called."""
+        with (
+            patch.object(self.runner, "run", self._watched_run),
+            patch.object(self.cache, "decode", self._watch),
+            patch.object(self.runner, "graphs", None),
+        ):
             yield self
 
     def _watched_run(self, plan: StepPlan, scheduler: Scheduler) -> Sampled:
@@ -142,7 +147,9 @@ class Watch:
         """Share of the row's exact attention that goes to each of its selected blocks: [head, budget]."""
         cache, state = self.cache, row.state
         grouped = q.view(cache.layout.num_kv_heads, -1, cache.layout.head_dim)
-        pinned = torch.cat([row.sink_blocks, row.recent_blocks], dim=1)
+        first, last = row.candidates
+        pinned = torch.tensor([*range(first), *range(last, row.block + 1)], device=q.device)
+        pinned = pinned.expand(cache.layout.num_kv_heads, -1)
         slots = pinned if state.resident else cache.residency.lookup(layer, state.row, pinned)
         keys, _ = cache.pool.gather(layer, state.pages[slots])
         left_out = (pinned.shape[1] + chosen.shape[1]) * cache.layout.block_size - row.num_attended_tokens

@@ -1,6 +1,6 @@
 """Decode steps as CUDA graphs: launches are recorded once and replayed. The only owner of capture and replay."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +14,9 @@ Record = Callable[[Callable[[], Tensors]], tuple[Callable[[], None], Tensors]]
 
 MAX_GRAPHS = 64
 """Each keeps its own outputs and launch parameters; the one that was not used for longest goes."""
+RECORD_AT = 3
+"""The meeting of a key at which it is recorded: that costs several steps, and many keys never come again."""
+MAX_COUNTED = 4096
 
 
 @dataclass(slots=True)
@@ -24,7 +27,7 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """Runs steps: one of a new key launches its kernels one by one (which also compiles them), the second one is
+    """Runs steps: one of a new key launches its kernels one by one (which also compiles them), the third one is
     recorded, later ones are replayed with their inputs copied over the recorded ones.
 
     What is recorded reads nothing of a step but its inputs: neither the host's numbers nor tensors made for one step
@@ -33,7 +36,7 @@ class DecodeGraphs:
 
     def __init__(self, record: Record) -> None:
         self._record = record
-        self._met: set[Hashable] = set()
+        self._met: Counter[Hashable] = Counter()
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
         self.num_replays = 0
 
@@ -41,9 +44,12 @@ class DecodeGraphs:
         """The results of `forward(inputs)`. `key` says everything that its launches depend on besides the inputs."""
         graph = self._graphs.get(key)
         if graph is None:
-            if key not in self._met:
-                self._met.add(key)
+            if len(self._met) > MAX_COUNTED:
+                self._met.clear()
+            self._met[key] += 1
+            if self._met[key] < RECORD_AT:
                 return forward(inputs)
+            del self._met[key]  # should it be evicted, it begins anew
             static = [x.clone() for x in inputs]
             graph = _Graph(static, *self._record(lambda: forward(static)))
             self._graphs[key] = graph

@@ -132,6 +132,8 @@ class Engine:
                 self._stats, dead=f"{type(error).__name__} on rank {self.tp.rank}, step {self._stats.steps}"
             )
             raise
+        finally:
+            self.runner.graphs = None  # as in close: the interpreter's end may leave the group first
 
     def step(self, wait: bool = False) -> bool:
         """One step on every rank; False once rank 0 asked to stop. With `wait` an idle rank 0 waits for requests."""
@@ -155,6 +157,11 @@ class Engine:
         self._count(plan, num_tokens)
         self._emit(outputs)
         return True
+
+    def close(self) -> None:
+        """Leave the ranks' group. Recorded steps hold its communicators, and leaving would wait for them."""
+        self.runner.graphs = None
+        self.tp.close()
 
     def check_integrity(self) -> None:
         """Every pool and table is consistent. Call between steps."""

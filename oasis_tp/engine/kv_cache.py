@@ -93,14 +93,15 @@ class KvCache:
             max_blocks=layout.num_blocks(shape.max_model_len),
             device=device,
         )
-        self.decoder: CpuDecode | TritonDecode | None = None
+        self.cpu: CpuDecode | None = None
+        self.triton: TritonDecode | None = None
         parts = (self.pool, self.residency, self.transfers, self.sketches, shape.group)
         if use_triton:
             from oasis_tp.sparse import triton_decode  # loads triton, which not everybody needs
 
-            self.decoder = triton_decode.TritonDecode(*parts)
+            self.triton = triton_decode.TritonDecode(*parts)
         elif library is not None:
-            self.decoder = CpuDecode(library, *parts)
+            self.cpu = CpuDecode(library, *parts)
         # One layer's K and V of the prompt being prefilled: [K|V, local_kv_head, tokens, head_dim]
         padded = layout.num_blocks(shape.max_model_len) * layout.block_size
         self._prompt_kv = torch.empty(2, layout.num_kv_heads, padded, layout.head_dim, dtype=dtype, device=device)
@@ -112,10 +113,10 @@ class KvCache:
         pages = torch.tensor(request.pages, dtype=torch.int64, device=self.device)
         on_device = host_blocks.to(self.device)
         self.residency.clear(request.row)
-        stats = RowStats(torch.zeros((), device=self.device), torch.zeros(4, dtype=torch.int64, device=self.device))
-        if not isinstance(self.decoder, CpuDecode | None):
-            self.decoder.admit(request.row, pages, on_device)
-            stats = RowStats(self.decoder.missed_mass[request.row], self.decoder.counts[request.row])
+        if self.triton is not None:
+            stats = RowStats(*self.triton.admit(request.row, pages, on_device))
+        else:
+            stats = RowStats(torch.zeros((), device=self.device), torch.zeros(4, dtype=torch.int64, device=self.device))
         return RowState(
             row=request.row,
             selection=selection,
@@ -132,7 +133,7 @@ class KvCache:
 
     def count_loads(self, state: RowState) -> None:
         """A request is over: what kernels loaded for it by plans of their own counts as moved from now on."""
-        if self.transfers is not None and not isinstance(self.decoder, CpuDecode | None):
+        if self.transfers is not None and self.triton is not None:
             fetched = state.stats.missed_blocks if self.recall and state.recall else 0
             self.transfers.count_planned(fetched + int(state.stats.prefetched[0]))
 
@@ -176,8 +177,8 @@ class KvCache:
         if full > first:
             ids = state.host_blocks[first:full]
             whole_k, whole_v = (x[:, : full - first].transpose(0, 1) for x in (new_k, new_v))
-            if not isinstance(self.decoder, CpuDecode | None):
-                self.decoder.seal_prompt(layer, ids, whole_k, whole_v)
+            if self.triton is not None:
+                self.triton.seal_prompt(layer, ids, whole_k, whole_v)
             else:
                 for sketch in self.sketches.values():
                     sketch.seal(layer, ids, whole_k, whole_v)
@@ -246,7 +247,7 @@ class KvCache:
                 probe=probe,
                 leads=index + 1 == len(states) or states[index + 1] is not state,
             )
-            if self.decoder is None:
+            if self.cpu is None and self.triton is None:
                 sink, recent = torch.arange(first), torch.arange(last, row.block + 1)
                 row.pinned = sink.to(self.device).expand(heads, -1), recent.to(self.device).expand(heads, -1)
             if not state.resident and row.block > state.open_block:
@@ -254,10 +255,10 @@ class KvCache:
             batch.rows.append(row)
             if not probe:
                 self._book(row)
-        if isinstance(self.decoder, CpuDecode):
-            batch.step = self.decoder.begin(
+        if self.cpu is not None:
+            batch.step = self.cpu.begin(
                 [
-                    self.decoder.row(
+                    self.cpu.row(
                         **self._facts(row),
                         pages=row.state.pages,
                         host_blocks=row.state.host_blocks,
@@ -266,9 +267,9 @@ class KvCache:
                     for row in batch.rows
                 ]
             )
-        elif self.decoder is not None:
-            rows = [self.decoder.row(**self._facts(row), num_slots=row.state.num_slots) for row in batch.rows]
-            batch.step = self.decoder.begin(rows, self.residency.tick)
+        elif self.triton is not None:
+            rows = [self.triton.row(**self._facts(row), num_slots=row.state.num_slots) for row in batch.rows]
+            batch.step = self.triton.begin(rows, self.residency.tick)
         else:
             batch.open_pages = torch.stack([self._pages_of(row.state, row.block) for row in batch.rows], dim=1)
             batch.offsets = torch.tensor([position % block for position in positions], device=self.device)
@@ -294,14 +295,14 @@ class KvCache:
         if self.transfers is not None and not all(row.state.recall for row in batch.rows):
             # Without recall, what has landed shows in the answer: make it what was ordered.
             self.transfers.settle(layer)
-        if isinstance(self.decoder, CpuDecode):
+        if self.cpu is not None:
             assert isinstance(batch.step, CpuStep)
-            out = self.decoder.run(layer, batch.step, q.contiguous(), k.contiguous(), v.contiguous())
+            out = self.cpu.run(layer, batch.step, q.contiguous(), k.contiguous(), v.contiguous())
             if layer == self.layout.num_layers - 1:
                 self._count(batch, batch.step)
             return out
-        if self.decoder is not None:
-            return self.decoder.run(layer, batch.step, q, k, v)
+        if self.triton is not None:
+            return self.triton.run(layer, batch.step, q, k, v)
         assert batch.open_pages is not None and batch.offsets is not None
         self.pool.write_tokens(layer, batch.open_pages[layer], batch.offsets, k, v)
         ahead: list[Wanted] = []
@@ -324,8 +325,8 @@ class KvCache:
         """A block's last token is committed: sketch it and write it through, in every layer."""
         pages = self._pages_of(state, block)
         home = int(state.host_blocks_cpu[block])
-        if not isinstance(self.decoder, CpuDecode | None):
-            self.decoder.seal_block(pages, home)
+        if self.triton is not None:
+            self.triton.seal_block(pages, home)
         elif self.sketches:
             k, v = self.pool.gather_block(pages)
             for sketch in self.sketches.values():

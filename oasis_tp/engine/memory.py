@@ -6,6 +6,7 @@ import torch
 
 from oasis_tp.comm import TpGroup
 from oasis_tp.config import MemoryConfig
+from oasis_tp.kv.layout import KvLayout
 
 GIB = 2**30
 
@@ -19,6 +20,18 @@ def available_host_bytes(root: Path = Path("/")) -> int:
     if limit.exists() and used.exists() and limit.read_text().strip() != "max":
         available = min(available, int(limit.read_text()) - int(used.read_text()))
     return max(0, available)
+
+
+def workspace_bytes(num_rows: int, layout: KvLayout, group: int, num_blocks: int) -> int:
+    """What the Triton kernels of one layer allocate at most, for rows that attend or score `num_blocks` blocks.
+
+    Scores, shares and tail logits by candidate, lists and plans by block, and the states of split attention (one per 16
+    blocks attended and per 256 candidates, see kernels/attention.py and kernels/tail_attention.py), all 4 bytes wide.
+    """
+    per_head = (2 * group + 1 + 4) * num_blocks + group * (num_blocks // 16 + num_blocks // 256 + 2) * (
+        layout.head_dim + 1
+    )
+    return 4 * num_rows * layout.num_kv_heads * per_head
 
 
 def kv_memory(config: MemoryConfig, tp: TpGroup, reserved_bytes: int) -> tuple[int, int]:

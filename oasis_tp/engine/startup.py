@@ -15,7 +15,7 @@ from oasis_tp.draft.drafter import Drafter
 from oasis_tp.engine.cuda_graphs import CudaRecorder, DecodeGraphs
 from oasis_tp.engine.drafting import make_drafter
 from oasis_tp.engine.kv_cache import CacheShape, KvCache
-from oasis_tp.engine.memory import GIB, kv_memory
+from oasis_tp.engine.memory import GIB, kv_memory, workspace_bytes
 from oasis_tp.engine.model_runner import ModelRunner
 from oasis_tp.engine.rank_table import rank_table
 from oasis_tp.engine.sampler import Sampler
@@ -32,6 +32,9 @@ from oasis_tp.sparse.cpu_decode import load_library
 from oasis_tp.sparse.sketch_size import sketch_bytes_per_block
 
 T = TypeVar("T")
+
+GRAPH_BYTES = 2**30
+"""Set aside on a GPU for recorded steps: their launches, their outputs, and what libraries keep for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ def start(config: Config, extra_sketches: tuple[SketchKind, ...]) -> Started:
         model = _on_every_rank(tp, load)
         # Before memory is planned: what it takes is no longer there.
         drafter = _on_every_rank(tp, lambda: [make_drafter(config, model, model_dir, max_model_len)])[0]
-        shape = _on_every_rank(tp, lambda: _plan_memory(config, model, max_model_len, extra_sketches))
+        shape = _on_every_rank(tp, lambda: _plan_memory(config, model, max_model_len, extra_sketches, backend))
         num_ahead = config.speculation.num_drafts + _num_probes(config, tp)
         shape = _agree(tp, shape, config.sparsity, num_ahead)
         cache = _on_every_rank(tp, lambda: backend.make_cache(shape, dtype, tp.device))
@@ -188,7 +191,9 @@ def _choose_dtype(name: str, arch: ModelArch, device: torch.device) -> torch.dty
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
-def _plan_memory(config: Config, model: LlamaModel, max_model_len: int, extra: tuple[SketchKind, ...]) -> CacheShape:
+def _plan_memory(
+    config: Config, model: LlamaModel, max_model_len: int, extra: tuple[SketchKind, ...], backend: Backend
+) -> CacheShape:
     arch, tp, sparsity = model.arch, model.tp, config.sparsity
     batching = config.batching
     kinds = tuple(dict.fromkeys(((sparsity.sketch,) if sparsity.attention != "dense" else ()) + extra))
@@ -216,7 +221,13 @@ def _plan_memory(config: Config, model: LlamaModel, max_model_len: int, extra: t
     widest = max(arch.hidden_size, arch.intermediate_size, arch.num_heads * arch.head_dim)
     activations = 8 * batching.max_num_batched_tokens * widest * model.dtype.itemsize
     prompt = full * layout.page_bytes // layout.num_layers
-    device_bytes, host_bytes = kv_memory(config.memory, tp, tables + activations + prompt)
+    num_ahead = config.speculation.num_drafts + _num_probes(config, tp)
+    kernels = 0
+    if backend.use_triton:
+        group = model.shard.num_heads // model.shard.num_kv_heads
+        kernels = workspace_bytes(batching.max_num_seqs * (1 + num_ahead), layout, group, full)
+        kernels += GRAPH_BYTES if tp.device.type == "cuda" else 0
+    device_bytes, host_bytes = kv_memory(config.memory, tp, tables + activations + prompt + kernels)
     on_cpu = tp.device.type == "cpu"
     capacity = plan_capacity(
         layout=layout,
@@ -226,7 +237,7 @@ def _plan_memory(config: Config, model: LlamaModel, max_model_len: int, extra: t
         max_num_seqs=batching.max_num_seqs,
         device_bytes=device_bytes,
         host_bytes=host_bytes,
-        num_drafts=config.speculation.num_drafts + _num_probes(config, tp),
+        num_drafts=num_ahead,
         sketch_from_device_bytes=not on_cpu and config.memory.device_kv_gb is None,
     )
     return CacheShape(

@@ -191,7 +191,7 @@ class Transfers:
 
         @torch.inference_mode()
         def copy() -> None:
-            self._copy_planned(layer, host_blocks, pages, counts)
+            self._copy_planned(layer, host_blocks, pages, counts, beside=True)
 
         self._planned.append(self.engine.submit(copy, [self.engine.now()]))
 
@@ -205,11 +205,13 @@ class Transfers:
         """Add to the bytes moved what planned copies turned out to have loaded."""
         self._loaded(num_blocks)
 
-    def _copy_planned(self, layer: int, host_blocks: torch.Tensor, pages: torch.Tensor, counts: torch.Tensor) -> None:
+    def _copy_planned(
+        self, layer: int, host_blocks: torch.Tensor, pages: torch.Tensor, counts: torch.Tensor, *, beside: bool = False
+    ) -> None:
         if self.pool.kv.is_cuda:
             from oasis_tp.kernels.gather import gather
 
-            gather(self.host.kv[layer], self.pool.kv[layer], host_blocks, pages, counts)
+            gather(self.host.kv[layer], self.pool.kv[layer], host_blocks, pages, counts, beside=beside)
             return
         set_here = torch.arange(pages.shape[2]) < counts[:, :, None]
         rows, heads, columns = (set_here & (pages >= 0)).nonzero(as_tuple=True)

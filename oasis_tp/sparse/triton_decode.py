@@ -145,12 +145,18 @@ class TritonDecode:
         self._layers = torch.arange(layout.num_layers, device=device)[:, None, None]
         self._begun: _Begun | None = None
 
-    def admit(self, table_row: int, pages: torch.Tensor, host_blocks: torch.Tensor) -> None:
-        """A request takes a row: pages [num_slots] and host_blocks [total blocks] int64, on the device."""
+    def admit(
+        self, table_row: int, pages: torch.Tensor, host_blocks: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A request takes a row: pages [num_slots] and host_blocks [total blocks] int64, on the device.
+
+        Returns what its steps will add to: missed mass [] fp32, and counts [4] int64 (see engine/decode_batch.py).
+        """
         self.block_table[table_row, : pages.numel()] = pages
         self.host_table[table_row, : host_blocks.numel()] = host_blocks
         self.missed_mass[table_row] = 0
         self.counts[table_row] = 0
+        return self.missed_mass[table_row], self.counts[table_row]
 
     @staticmethod
     def row(
@@ -282,7 +288,7 @@ class TritonDecode:
             chosen = top_blocks.top_blocks(shares, rows, tail_logits)
         where = (rows, self.host_table, self.block_table, self.tables[layer], step.tick, counts)
         plan = copy_plan.plan_copies(chosen, *where, self.layout.block_size)
-        if self.transfers is not None:
+        if self.transfers is not None and group.bounds.max_slots:
             self.transfers.load_planned(layer, plan.sources, plan.targets, plan.num_missing)
             if shares is not None and group.bounds.max_limit:
                 ahead = copy_plan.plan_ahead(top_blocks.most_wanted(shares, rows), *where)

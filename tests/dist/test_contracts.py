@@ -102,9 +102,9 @@ def test_bit_equal_from_a_cold_device(model: str, reference: list[dict[str, Any]
 @pytest.mark.parametrize("how", [{}, {"tail_estimate": False}, {"sketch": "1bit"}, {"sketch": "minmax"}], ids=str)
 def test_compiled_path_gives_the_tokens_of_the_torch_path(model: str, how: dict[str, Any]) -> None:
     llm = LLM(model, hot_factor=1.5, **SMALL, **how)
-    assert llm.engine.runner.cache.decoder is not None, "no C++ compiler"
+    assert llm.engine.runner.cache.cpu is not None, "no C++ compiler"
     compiled = answers(llm, prompts())
-    llm.engine.runner.cache.decoder = None
+    llm.engine.runner.cache.cpu = None
     plain = answers(llm, prompts())
     assert_token_equal(compiled, plain)
     for mine, theirs in zip(compiled, plain, strict=True):

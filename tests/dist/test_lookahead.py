@@ -37,7 +37,7 @@ def start(model: str, compiled: bool = True, schedule: int | None = None, **how:
     llm = LLM(model, **(SETTINGS | how))
     cache = llm.engine.runner.cache
     if not compiled:
-        cache.decoder = None
+        cache.cpu = None
     if schedule is not None:
         assert cache.transfers is not None
         engine = Scrambled(random.Random(schedule), queued=False)

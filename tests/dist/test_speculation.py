@@ -91,7 +91,7 @@ def test_same_tokens_with_drafts(
     llm = LLM(model, hot_factor=hot_factor, **(PLAIN | DRAFTS))
     watch_rows(llm)
     if not compiled:
-        llm.engine.runner.cache.decoder = None
+        llm.engine.runner.cache.cpu = None
     got = answers(llm, prompts())
     assert_token_equal(got, reference)
     if compiled:

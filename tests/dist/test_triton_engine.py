@@ -4,7 +4,7 @@ Steps are replayed from recordings as CUDA graphs would be, see oasis_tp/bench/g
 """
 
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ SMALL: dict[str, Any] = {
 }
 GREEDY = SamplingParams(max_tokens=14, temperature=0.0, ignore_eos=True, logprobs=0)
 LENGTHS = (247, 20)
+AHEAD = SparsityConfig(budget_tokens=64, recent_tokens=32, hot_factor=2, prefetch="on")
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +41,13 @@ def prompts() -> list[list[int]]:
 
 def answers(model: str, backend: str, *, graphs: bool = False, **how: Any) -> list[dict[str, Any]]:
     options = SMALL | how
-    sparsity = options.pop("each", None)
+    sparsity, both_long = options.pop("each", None), options.pop("both_long", False)
+    asked = [prompts()[0], prompts()[0][::-1]] if both_long else prompts()
     llm = LLM(model, attention_backend=backend, extra_sketches=["2bit", "minmax"], **options)
     runner = llm.engine.runner
     if graphs:
         runner.graphs = DecodeGraphs(recorded)
-    outputs = [output.outputs[0] for output in llm.generate(prompts(), GREEDY, sparsity=sparsity)]
+    outputs = [output.outputs[0] for output in llm.generate(asked, GREEDY, sparsity=sparsity)]
     llm.engine.step()
     llm.engine.check_integrity()
     if runner.graphs is not None:
@@ -70,7 +72,8 @@ MODES: list[dict[str, Any]] = [
     {"prefetch": "on", "spec_method": "ngram", "spec_tokens": 1},
     {"attention": "paper", "spec_method": "ngram"},
     {"sketch": "1bit", "tail_estimate": False},
-    {"each": [SparsityConfig(budget_tokens=64, recent_tokens=32, hot_factor=2), SparsityConfig(attention="dense")]},
+    {"each": [replace(AHEAD, sketch="minmax"), AHEAD], "both_long": True},
+    {"each": [AHEAD, SparsityConfig(attention="dense")]},
     {"host_kv_gb": 0, "device_kv_gb": 0.004},
 ]
 

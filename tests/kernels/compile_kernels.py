@@ -77,10 +77,19 @@ def launch_all(dtype: torch.dtype, head_dim: int, bits: int) -> None:
     """Every wrapper once, as a decode step of 3 rows calls it: 2 KV heads in groups of 4, 1,000 candidates."""
     i16, i32, i64, f16, f32 = torch.int16, torch.int32, torch.int64, torch.float16, torch.float32
     num_rows, heads, group, blocks, block, candidates = 3, 2, 4, 1004, 16, 1000
-    bounds = Bounds(max_candidates=candidates, max_chosen=64, max_attended=80, max_reach=80, max_limit=32, waves=(2, 1))
+    bounds = Bounds(
+        max_candidates=candidates,
+        max_chosen=64,
+        max_attended=80,
+        max_reach=80,
+        max_limit=32,
+        max_slots=160,
+        waves=(2, 1),
+    )
     rows = Rows(meta(num_rows, 12, dtype=i32), meta(num_rows, dtype=i32), bounds)
     kv = meta(500, heads, 2, block, head_dim, dtype=dtype)
-    host = meta(heads, 5000, 2, block, head_dim, dtype=dtype)
+    host = meta(heads, 2**20, 2, block, head_dim, dtype=dtype)  # a head's blocks pass 2**31 elements
+    pool = meta(3, 2**19, heads, 2, block, head_dim, dtype=dtype)  # and so do a layer's pages
     q = meta(num_rows, heads, group, head_dim, dtype=dtype)
     signs = meta(head_dim, dtype=f32)
     sketch = (
@@ -96,8 +105,9 @@ def launch_all(dtype: torch.dtype, head_dim: int, bits: int) -> None:
     angles = meta(16064, head_dim // 2, dtype=f32)
     rope_store.rope_store(*fused, angles, angles, ids, pages, kv)
     rotated = rotate.rotate(q, signs)
-    seal.seal(kv[None, :, :, 0], kv[None, :, :, 1], pages[None], ids, signs, *(x[None] for x in sketch))
-    seal.seal_bounds(kv[None, :, :, 0], pages[None], ids, bounds[None])
+    layers = [x.expand(3, *x.shape).contiguous() for x in (pages, *sketch, bounds)]
+    seal.seal(pool[:, :, :, 0], pool[:, :, :, 1], layers[0], ids, signs, *layers[1:5])
+    seal.seal_bounds(pool[:, :, :, 0], layers[0], ids, layers[5])
     scores, tail_logits = score.score(q, rotated, host_table, rows, *sketch)
     score.score_bounds(q, host_table, rows, bounds, block)
     shares = group_scores.group_scores(scores, rows)
@@ -150,7 +160,9 @@ def compile_one(kernel: Any, arguments: dict[str, Any], target: GPUTarget) -> An
             signature[name] = POINTERS[value.dtype]
             attributes[(index,)] = [["tt.divisibility", 16]]
         elif isinstance(value, int):
-            signature[name] = "i32" if value < 2**31 else "i64"
+            # What the launcher makes of it: an annotation wins over the value.
+            signature[name] = kernel.params[index].annotation_type or ("i32" if value < 2**31 else "i64")
+            assert value < 2**31 or signature[name] == "i64", f"{kernel.__name__}: {name} is cut off"
         else:
             signature[name] = "fp32"
     options = {"num_warps": arguments["num_warps"]} if "num_warps" in arguments else {}

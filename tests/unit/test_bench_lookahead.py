@@ -174,7 +174,7 @@ def watched(llm: LLM, sparsity: SparsityConfig, text: list[int] | None = None) -
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "torch"])
 def test_what_is_watched_adds_up_to_what_the_engine_counts(llm: LLM, compiled: bool) -> None:
     cache = llm.engine.runner.cache
-    path, cache.decoder = cache.decoder, cache.decoder if compiled else None
+    path, cache.cpu = cache.cpu, cache.cpu if compiled else None
     try:
         # Without drafts and prefetching every row is a first row, and nothing is in flight.
         bench_without = SparsityConfig(budget_tokens=32, recent_tokens=32, hot_factor=2.0, prefetch="off")
@@ -182,7 +182,7 @@ def test_what_is_watched_adds_up_to_what_the_engine_counts(llm: LLM, compiled: b
         steps, answer = watched(llm, bench_without, text=[])
         llm.engine.drafter = drafter
     finally:
-        cache.decoder = path
+        cache.cpu = path
     assert len(steps) == 23 and len(set(answer.token_ids)) > 10
     selected = sum(int(s.figures["selected"].sum()) for s in steps)
     resident = sum(int(s.figures["resident"].sum()) for s in steps)
@@ -212,14 +212,16 @@ def test_mass_is_a_share_of_exact_attention(llm: LLM, monkeypatch: pytest.Monkey
     def spied(self: Watch, layer: int, row: Any, chosen: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         cache, state = self.cache, row.state
         found = mass(self, layer, row, chosen, q)
-        blocks = torch.cat([row.sink_blocks, chosen, row.recent_blocks], dim=1)
+        first, last = row.candidates
+        sink, recent = (torch.arange(*ends).expand(chosen.shape[0], -1) for ends in ((first,), (last, row.block + 1)))
+        blocks = torch.cat([sink, chosen, recent], dim=1)
         slots = cache.residency.lookup(layer, state.row, blocks)
         keys, _ = cache.pool.gather(layer, state.pages[slots])
         grouped = q.view(blocks.shape[0], -1, keys.shape[2])
         weights = (grouped @ keys[:, : row.num_attended_tokens].mT / keys.shape[2] ** 0.5).softmax(-1)
         weights = torch.nn.functional.pad(weights, (0, blocks.shape[1] * 16 - weights.shape[2]))
         by_block = weights.unflatten(-1, (-1, 16)).sum(-1).mean(1)
-        num_sink = row.sink_blocks.shape[1]
+        num_sink = first
         seen.append((found, by_block[:, num_sink : num_sink + chosen.shape[1]]))
         return found
 
