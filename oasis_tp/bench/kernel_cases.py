@@ -418,13 +418,17 @@ def _gather(case: Case) -> Iterator[Comparison]:
     targets = torch.stack([make.permutation(n + 3)[:n] for _ in range(heads)]).int()[None].contiguous()
     targets[0, 0, 0] = -1
     counts = torch.tensor([[n - n // 4, n]], dtype=torch.int32, device=case.device)[:, :heads].contiguous()
-    want, want_host = kv.cpu().clone(), host.clone()
+    want, want_host, before = kv.cpu().clone(), host.clone(), kv.clone()
     gather.gather(host, kv, sources, targets, counts)
     for head in range(heads):
         for i in range(int(counts[0, head])):
             if targets[0, head, i] >= 0:
                 want[targets[0, head, i].cpu(), head] = host[head, sources[0, head, i].cpu()]
     yield "pages", kv.cpu().clone(), want
+    beside = before.clone()
+    with patch.object(gather, "BESIDE", 1):  # one program goes from head to head
+        gather.gather(host, beside, sources, targets, counts, beside=True)
+    yield "beside the compute", beside.cpu(), want
     kv.neg_()
     gather.write_back(kv, host, targets, sources, counts)
     if case.device.type == "cuda":

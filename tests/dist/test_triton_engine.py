@@ -12,7 +12,7 @@ import torch
 
 from oasis_tp.bench.graph_twin import recorded
 from oasis_tp.config import SparsityConfig
-from oasis_tp.engine.cuda_graphs import MAX_GRAPHS, DecodeGraphs
+from oasis_tp.engine.cuda_graphs import MAX_GRAPHS, RECORD_AT, DecodeGraphs
 from oasis_tp.llm import LLM
 from oasis_tp.request import SamplingParams
 from oasis_tp.sparse import triton_decode
@@ -108,11 +108,12 @@ def test_a_step_that_keeps_a_number_of_its_own_is_seen(model: str, monkeypatch: 
 
 def test_graphs_that_were_not_used_for_longest_go() -> None:
     graphs = DecodeGraphs(recorded)
-    for key in [*range(MAX_GRAPHS + 1), *range(MAX_GRAPHS + 1)]:
-        (out,) = graphs.run(key, [torch.tensor([key])], lambda inputs: [inputs[0] * 2])
-        assert out.item() == 2 * key
-    replays = graphs.num_replays
-    graphs.run(0, [torch.tensor([1])], lambda inputs: [inputs[0] * 2])
-    assert len(graphs._graphs) == MAX_GRAPHS and graphs.num_replays == replays + 1
+    for turn in range(1, RECORD_AT + 1):
+        for key in range(MAX_GRAPHS + 1):
+            (out,) = graphs.run(key, [torch.tensor([turn * key])], lambda inputs: [inputs[0] * 2])
+            assert out.item() == 2 * turn * key
+    assert graphs.num_replays == MAX_GRAPHS + 1 and len(graphs._graphs) == MAX_GRAPHS
     (out,) = graphs.run(5, [torch.tensor([7])], lambda inputs: [inputs[0] * 0])
     assert out.item() == 14, "the recorded call runs, not the one that was given now"
+    (out,) = graphs.run(0, [torch.tensor([7])], lambda inputs: [inputs[0] * 0])
+    assert out.item() == 0, "the one that has gone must be met as often as a new one"
