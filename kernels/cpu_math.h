@@ -6,30 +6,75 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <vector>
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
-// Eight floats at any address.
-typedef float Eight __attribute__((vector_size(32), aligned(4)));
+// As many floats as a register holds, at any address.
+#ifdef __AVX512F__
+constexpr int kWide = 16;
+#else
+constexpr int kWide = 8;
+#endif
+typedef float Wide __attribute__((vector_size(kWide * sizeof(float)), aligned(4)));
 
-inline const Eight& eight(const float* x) { return *reinterpret_cast<const Eight*>(x); }
-inline Eight& eight(float* x) { return *reinterpret_cast<Eight*>(x); }
+inline const Wide& wide(const float* x) { return *reinterpret_cast<const Wide*>(x); }
+inline Wide& wide(float* x) { return *reinterpret_cast<Wide*>(x); }
+inline Wide all(float x) { return x - Wide{}; }
 
-inline float sum_of(const Eight& x) {
-  const auto four = __builtin_shufflevector(x, x, 0, 1, 2, 3) + __builtin_shufflevector(x, x, 4, 5, 6, 7);
-  const auto two = four + __builtin_shufflevector(four, four, 2, 3, 0, 1);
-  return two[0] + two[1];
+// x in a register: a compiler may read it from memory for each of its uses, and then loads are what a loop waits for.
+inline Wide held(Wide x) {
+#ifdef __AVX__
+  asm("" : "+v"(x));
+#endif
+  return x;
 }
 
+typedef float Four __attribute__((vector_size(4 * sizeof(float)), aligned(4)));
+
+inline Four& four(float* x) { return *reinterpret_cast<Four*>(x); }
+
+// The sum over the lanes of each of four vectors.
+inline Four sums_of(const Wide& a, const Wide& b, const Wide& c, const Wide& d) {
+#if defined(__AVX512F__)
+  const __m512 ab = _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b);
+  const __m512 cd = _mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d);
+  const __m512 four = _mm512_shuffle_ps(ab, cd, 0x44) + _mm512_shuffle_ps(ab, cd, 0xee);
+  const __m256 two = _mm512_castps512_ps256(four) + _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(four), 1));
+  return _mm256_castps256_ps128(two) + _mm256_extractf128_ps(two, 1);
+#elif defined(__AVX__)
+  const __m256 two = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+  return _mm256_castps256_ps128(two) + _mm256_extractf128_ps(two, 1);
+#else
+  Four sums = {};
+  for (int i = 0; i < kWide; ++i) sums += Four{a[i], b[i], c[i], d[i]};
+  return sums;
+#endif
+}
+
+inline float sum_of(const Wide& x) { return sums_of(x, x, x, x)[0]; }
+
 // a * b + c, rounded once: left to the compiler, that would differ from loop to loop.
-inline Eight multiply_add(const Eight& a, const Eight& b, Eight c) {
-#ifdef __FMA__
+inline Wide multiply_add(const Wide& a, const Wide& b, Wide c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
   return _mm256_fmadd_ps(a, b, c);
 #else
-  for (int i = 0; i < 8; ++i) c[i] = std::fma(a[i], b[i], c[i]);
+  for (int i = 0; i < kWide; ++i) c[i] = std::fma(a[i], b[i], c[i]);
   return c;
 #endif
+}
+
+// Room for floats where no vector of them lies on two cache lines.
+struct alignas(64) Line {
+  float floats[16];
+};
+
+inline float* room_for(int64_t count, std::vector<Line>& lines) {
+  lines.resize((count + 15) / 16);
+  return lines.data()->floats;
 }
 
 // exp for x <= 0 (Cephes' reduction and polynomial, about 1e-7 relative); below -87 it is nothing.
@@ -99,9 +144,9 @@ inline float bfloat_to_float(uint16_t b) {
 }
 
 inline float dot(const float* a, const float* b, int64_t n) {
-  Eight sums = {};
+  Wide sums = {};
   int64_t i = 0;
-  for (; i + 8 <= n; i += 8) sums = multiply_add(eight(a + i), eight(b + i), sums);
+  for (; i + kWide <= n; i += kWide) sums = multiply_add(wide(a + i), wide(b + i), sums);
   float sum = sum_of(sums);
   for (; i < n; ++i) sum += a[i] * b[i];
   return sum;

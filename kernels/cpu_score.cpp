@@ -246,7 +246,7 @@ void score_means(const Layer& layer, const Query& query, int64_t head, int64_t b
     for (int64_t d = 0; d < dim; ++d) to[d] = mean[d];
     scales[j - begin] = half_to_float(sketch.mean_scales[at * 2]);
   }
-  loops_for(dim).score_tokens(query.scaled.data(), steps.data(), end - begin, layer.group, dim, coarse + begin, n);
+  loops_for(dim).score_tokens(query.scaled.data(), steps.data(), end - begin, layer.group, dim, coarse + begin, n, steps.data());
   for (int64_t g = 0; g < layer.group; ++g)
 #pragma omp simd
     for (int64_t j = begin; j < end; ++j) coarse[g * n + j] = coarse[g * n + j] * scales[j - begin] + log_tokens;
