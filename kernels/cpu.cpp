@@ -37,7 +37,7 @@ float exponentiate(float* x, int64_t n, float offset) {
 }
 
 struct Scratch {
-  std::vector<float> score;
+  std::vector<float> score, sorted;
   std::vector<Line> query, logits, values;
   std::vector<int64_t> order, ranked, blocks, slots;
   std::vector<std::pair<int32_t, int32_t>> victims;
@@ -50,15 +50,15 @@ void choose(const Row& row, int64_t group, const float* estimates, Scratch& s) {
   const int64_t n = row.last - row.first;
   s.score.resize(n);
   group_scores(estimates, group, n, s.score.data());
-  s.order.resize(n);
-  for (int64_t j = 0; j < n; ++j) s.order[j] = j;
+  keep_best(s.score, row.budget, s.sorted, s.order);
   s.ranked.clear();
   if (row.fetch_limit > 0) {
-    const auto reach = s.order.begin() + std::min(n, row.reach);
-    std::partial_sort(s.order.begin(), reach, s.order.end(), Better{s.score.data()});
-    s.ranked.assign(s.order.begin(), reach);
+    s.ranked.resize(n);
+    for (int64_t j = 0; j < n; ++j) s.ranked[j] = j;
+    const int64_t reach = std::min(n, row.reach);
+    std::partial_sort(s.ranked.begin(), s.ranked.begin() + reach, s.ranked.end(), Better{s.score.data()});
+    s.ranked.resize(reach);
   }
-  keep_best(s.score.data(), row.budget, s.order);
 }
 
 // The residency of one (row, head).
@@ -201,7 +201,7 @@ void attend_pages(const Layer& layer, const Row& row, const Work& work, int64_t 
     for (int64_t i = first; i < last; ++i) {
       const float *keys = block_at(i), *ahead = block_at(i + kAhead);
       if (keys == nullptr) continue;
-      loops.score_tokens(q, keys, tokens_of(i), group, dim, logits + length, stride, ahead != nullptr ? ahead : keys);
+      loops.score_tokens(q, keys, tokens_of(i), group, dim, logits + length, stride, ahead);
       length += tokens_of(i);
     }
     if (length == 0) continue;
@@ -214,7 +214,7 @@ void attend_pages(const Layer& layer, const Row& row, const Work& work, int64_t 
       const float *keys = block_at(i), *ahead = block_at(i + kAhead);
       if (keys == nullptr) continue;
       loops.add_values(logits + length, stride, keys + tokens * dim, tokens_of(i), group, dim, sums.out,
-                       (ahead != nullptr ? ahead : keys) + tokens * dim);
+                       ahead != nullptr ? ahead + tokens * dim : nullptr);
       length += tokens_of(i);
     }
   }
@@ -242,7 +242,7 @@ void add_tail(const Layer& layer, const Row& row, const SketchLayer& sketch, con
       ++count;
     }
     if (count < kTailTogether && j + 1 < n) continue;
-    loops.add_values(scaled, kTailTogether, values, count, group, dim, out, values);
+    loops.add_values(scaled, kTailTogether, values, count, group, dim, out, nullptr);
     count = 0;
   }
 }

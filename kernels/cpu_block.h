@@ -11,7 +11,7 @@ template <int N, int kHeads>
 void score_heads(const float* q, const float* keys, int64_t tokens, float* logits, int64_t stride, const float* ahead) {
   int64_t t = 0;
   for (; t + 4 <= tokens; t += 4) {
-    prefetch(ahead + t * N * kWide, 4 * N * sizeof(Wide));
+    if (ahead != nullptr) prefetch(ahead + t * N * kWide, 4 * N * sizeof(Wide));
     Wide sums[kHeads][4];
     for (int h = 0; h < kHeads; ++h)
       for (int j = 0; j < 4; ++j) sums[h][j] = Wide{};
@@ -38,7 +38,7 @@ void add_heads(const float* weights, int64_t stride, const float* values, int64_
   for (int h = 0; h < kHeads; ++h)
     for (int i = 0; i < N; ++i) sums[h][i] = wide(out + (h * N + i) * kWide);
   for (int64_t t = 0; t < tokens; ++t) {
-    prefetch(ahead + t * N * kWide, N * sizeof(Wide));
+    if (ahead != nullptr) prefetch(ahead + t * N * kWide, N * sizeof(Wide));
     for (int i = 0; i < N; ++i) {
       const Wide value = held(wide(values + (t * N + i) * kWide));
       for (int h = 0; h < kHeads; ++h) sums[h][i] = multiply_add(all(weights[h * stride + t]), value, sums[h][i]);
@@ -48,7 +48,7 @@ void add_heads(const float* weights, int64_t stride, const float* values, int64_
     for (int i = 0; i < N; ++i) wide(out + (h * N + i) * kWide) = sums[h][i];
 }
 
-// logits[g * stride + t] = q[g]·keys[t]. Meanwhile as much is asked for at `ahead` as is read here.
+// logits[g * stride + t] = q[g]·keys[t]. Meanwhile as much is asked for at `ahead` as is read here; null: nothing.
 template <int N>
 void score_tokens(const float* q, const float* keys, int64_t tokens, int64_t group, int64_t, float* logits,
                   int64_t stride, const float* ahead) {
@@ -77,7 +77,7 @@ void add_values(const float* weights, int64_t stride, const float* values, int64
 template <>
 inline void score_tokens<0>(const float* q, const float* keys, int64_t tokens, int64_t group, int64_t dim,
                             float* logits, int64_t stride, const float* ahead) {
-  prefetch(ahead, tokens * dim * sizeof(float));
+  if (ahead != nullptr) prefetch(ahead, tokens * dim * sizeof(float));
   for (int64_t t = 0; t < tokens; ++t)
     for (int64_t g = 0; g < group; ++g) logits[g * stride + t] = dot(q + g * dim, keys + t * dim, dim);
 }
@@ -85,7 +85,7 @@ inline void score_tokens<0>(const float* q, const float* keys, int64_t tokens, i
 template <>
 inline void add_values<0>(const float* weights, int64_t stride, const float* values, int64_t tokens, int64_t group,
                           int64_t dim, float* out, const float* ahead) {
-  prefetch(ahead, tokens * dim * sizeof(float));
+  if (ahead != nullptr) prefetch(ahead, tokens * dim * sizeof(float));
   for (int64_t t = 0; t < tokens; ++t)
     for (int64_t g = 0; g < group; ++g) {
       const float weight = weights[g * stride + t];
