@@ -21,8 +21,7 @@
 
 namespace {
 
-constexpr int64_t kTogether = 4;  // blocks whose keys are read before their values
-constexpr int64_t kAhead = 4;     // blocks: how far before their use keys and values are asked for
+constexpr int64_t kTogether = 4;  // blocks whose keys are read before their values, and meanwhile these are asked for
 constexpr int64_t kTailTogether = 16;  // mean values that are added at once
 
 // x becomes exp(x - offset); returns the sum.
@@ -199,9 +198,9 @@ void attend_pages(const Layer& layer, const Row& row, const Work& work, int64_t 
     const int64_t last = std::min(count, first + kTogether);
     int64_t length = 0;
     for (int64_t i = first; i < last; ++i) {
-      const float *keys = block_at(i), *ahead = block_at(i + kAhead);
+      const float* keys = block_at(i);
       if (keys == nullptr) continue;
-      loops.score_tokens(q, keys, tokens_of(i), group, dim, logits + length, stride, ahead);
+      loops.score_tokens(q, keys, tokens_of(i), group, dim, logits + length, stride, keys + tokens * dim);
       length += tokens_of(i);
     }
     if (length == 0) continue;
@@ -211,10 +210,10 @@ void attend_pages(const Layer& layer, const Row& row, const Work& work, int64_t 
     }
     length = 0;
     for (int64_t i = first; i < last; ++i) {
-      const float *keys = block_at(i), *ahead = block_at(i + kAhead);
+      const float* keys = block_at(i);
       if (keys == nullptr) continue;
       loops.add_values(logits + length, stride, keys + tokens * dim, tokens_of(i), group, dim, sums.out,
-                       ahead != nullptr ? ahead + tokens * dim : nullptr);
+                       block_at(i + kTogether));
       length += tokens_of(i);
     }
   }
@@ -229,11 +228,15 @@ void add_tail(const Layer& layer, const Row& row, const SketchLayer& sketch, con
   float* values = room_for(kTailTogether * dim, s.values);
   float* scaled = room_for(kTailTogether * group, s.logits);
   int64_t count = 0;
+  const auto place = [&](int64_t j) {
+    return (row.host_blocks[row.first + std::min(j, n - 1)] * layer.num_heads + head) * 2 + 1;
+  };
   for (int64_t j = 0; j < n; ++j) {
+    prefetch(sketch.means + place(j + kTailTogether) * dim, dim);
     if (next != end && *next == j) {
       ++next;
     } else {
-      const int64_t at = (row.host_blocks[row.first + j] * layer.num_heads + head) * 2 + 1;
+      const int64_t at = place(j);
       const int8_t* mean = sketch.means + at * dim;
       const float mean_scale = half_to_float(sketch.mean_scales[at]);
 #pragma omp simd
@@ -297,7 +300,7 @@ int64_t oasis_select(const Layer* layer, int64_t layer_index, const Row* rows, i
   score_rows(*layer, layer_index, rows, num_rows, q, *work, num_threads);
 #pragma omp parallel num_threads(num_threads)
   {
-    Scratch s;
+    thread_local Scratch s;
 #pragma omp for schedule(dynamic, 1)
     for (int64_t item = 0; item < int64_t(requests.size() - 1) * heads; ++item) {
       for (int64_t r = requests[item / heads]; r < requests[item / heads + 1]; ++r)
@@ -372,7 +375,7 @@ void oasis_attend(const Layer* layer, int64_t layer_index, const Row* rows, int6
   const int64_t heads = layer->num_heads, pairs = num_rows * heads, width = layer->group * layer->head_dim;
 #pragma omp parallel num_threads(num_threads)
   {
-    Scratch s;
+    thread_local Scratch s;
 #pragma omp for schedule(dynamic, 1)
     for (int64_t pair = 0; pair < pairs; ++pair) {
       const Row& row = rows[pair / heads];
@@ -384,7 +387,8 @@ void oasis_attend(const Layer* layer, int64_t layer_index, const Row* rows, int6
 
 // target[targets[i]] = source[sources[i]], whole blocks.
 void oasis_copy_blocks(char* target, const int64_t* targets, const char* source, const int64_t* sources, int64_t count,
-                       int64_t block_bytes) {
+                       int64_t block_bytes, int64_t num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
   for (int64_t i = 0; i < count; ++i)
     std::memcpy(target + targets[i] * block_bytes, source + sources[i] * block_bytes, block_bytes);
 }

@@ -92,7 +92,7 @@ struct Linear {  // y = f(x) Wᵀ + bias + residual; null: left out
 void oasis_linear(const Linear* linear, const float* x, const float* residual, float* y, int64_t num_rows,
                   int64_t num_threads) {
   const int64_t inputs = linear->inputs, outputs = linear->outputs;
-  std::vector<Line> lines;
+  thread_local std::vector<Line> lines;
   if (linear->norm_weight != nullptr || linear->gated) {
     float* scratch = room_for(num_rows * inputs, lines);
     for (int64_t r = 0; r < num_rows; ++r)

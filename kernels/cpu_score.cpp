@@ -19,7 +19,8 @@
 namespace {
 
 constexpr int64_t kChunk = 64;  // candidates
-constexpr int64_t kAhead = 4;   // candidates: how far before their use sketches are asked for
+constexpr int64_t kAhead = 8;   // candidates: how far before their use sketches are asked for
+constexpr int64_t kMeansAhead = 24;  // the same for means, which are read faster
 constexpr int64_t kLanes = 4;   // query heads are taken four at a time
 typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));
 
@@ -28,6 +29,7 @@ struct Query {
   const Row* row = nullptr;
   const SketchLayer* sketch = nullptr;
   std::vector<float> scaled;    // [group, dim], divided by sqrt(dim)
+  std::vector<float> rotated;   // [group, dim], of these
   std::vector<Lanes> tables;    // [lane group, half byte, value]: what those channels add to q·residual
   std::vector<int32_t> packed;  // [head, 16-channel part, channel % 4, high|low]: the bytes of four channels
   std::vector<float> unit;      // [head]: of a step
@@ -103,7 +105,8 @@ void prepare(const Layer& layer, const Row& row, const SketchLayer& sketch, cons
   query.scaled.resize(group * dim);
   for (int64_t d = 0; d < group * dim; ++d) query.scaled[d] = q[d] * scale;
   if (sketch.kind == kMinMax) return;
-  std::vector<float> rotated(group * dim);
+  std::vector<float>& rotated = query.rotated;
+  rotated.assign(group * dim, 0.0f);
   for (int64_t g = 0; g < group; ++g)
     for (int64_t i = 0; i < dim; ++i) {
       const float value = query.scaled[g * dim + i];
@@ -117,6 +120,7 @@ void prepare(const Layer& layer, const Row& row, const SketchLayer& sketch, cons
     for (int64_t g = 0; g < group; ++g) pack_head(rotated.data() + g * dim, dim, g, query);
     return;
   }
+  query.packed.clear();
   const int64_t table_size = dim / (sketch.kind == kTwoBit ? 2 : 4) * 16;
   query.tables.resize((group + kLanes - 1) / kLanes * table_size);
   for (int64_t base = 0; base < group; base += kLanes)
@@ -301,7 +305,8 @@ void score_codes(const Layer& layer, const Query& query, int64_t head, int64_t b
         prefetch(sketch.codes + ahead * tokens * bytes, tokens * bytes);
         prefetch(sketch.token_scales + ahead * tokens, tokens * sizeof(uint16_t));
         for (int64_t t = 0; t < tokens; t += together)
-          s.tokens.push_back({sketch.codes + (at + t) * bytes, sketch.token_scales + at + t, logits + i * kLanes * stride + t});
+          s.tokens.push_back(
+              {sketch.codes + (at + t) * bytes, sketch.token_scales + at + t, logits + i * kLanes * stride + t});
       }
 #ifdef __AVX2__
       if (packed) multiply_for(used, dim / 64)(query, base, s.tokens, stride);
@@ -334,7 +339,7 @@ void score_means(const Layer& layer, const Query& query, int64_t head, int64_t b
   s.scales.resize(kChunk);
   for (int64_t j = begin; j < end; ++j) {
     const int64_t at = ids[j] * layer.num_heads + head;
-    if (j + kAhead < end) prefetch(sketch.means + (ids[j + kAhead] * layer.num_heads + head) * 2 * dim, dim);
+    if (j + kMeansAhead < end) prefetch(sketch.means + (ids[j + kMeansAhead] * layer.num_heads + head) * 2 * dim, dim);
     const int8_t* mean = sketch.means + at * 2 * dim;
     float* to = steps + (j - begin) * dim;
 #pragma omp simd
@@ -371,7 +376,9 @@ void score_bounds(const Layer& layer, const Query& query, int64_t head, int64_t 
 void score_rows(const Layer& layer, int64_t layer_index, const Row* rows, int64_t num_rows, const float* q, const Work& work,
                 int64_t num_threads) {
   const int64_t heads = layer.num_heads, group = layer.group, width = group * layer.head_dim;
-  std::vector<Query> queries(num_rows * heads);
+  thread_local std::vector<Query> kept;  // this thread's, and filled by all
+  std::vector<Query>& queries = kept;
+  if (int64_t(queries.size()) < num_rows * heads) queries.resize(num_rows * heads);
   std::vector<Chunk> chunks;
   for (int64_t pair = 0; pair < num_rows * heads; ++pair) {
     const Row& row = rows[pair / heads];
@@ -382,7 +389,7 @@ void score_rows(const Layer& layer, int64_t layer_index, const Row* rows, int64_
   if (chunks.empty()) return;
 #pragma omp parallel num_threads(num_threads)
   {
-    Scratch s;
+    thread_local Scratch s;
 #pragma omp for schedule(dynamic, 1)
     for (int64_t pair = 0; pair < num_rows * heads; ++pair)
       if (const SketchLayer* sketch = sketch_of(rows[pair / heads], layer_index))
