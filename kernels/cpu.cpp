@@ -21,7 +21,8 @@
 
 namespace {
 
-constexpr int64_t kAhead = 2;  // blocks: how far before their use keys and values are asked for
+constexpr int64_t kTogether = 4;  // blocks whose keys are read before their values, and meanwhile these are asked for
+constexpr int64_t kTailTogether = 16;  // mean values that are added at once
 
 // x becomes exp(x - offset); returns the sum.
 float exponentiate(float* x, int64_t n, float offset) {
@@ -35,7 +36,8 @@ float exponentiate(float* x, int64_t n, float offset) {
 }
 
 struct Scratch {
-  std::vector<float> query, score, logits, token;
+  std::vector<float> score, sorted;
+  std::vector<Line> query, logits, values;
   std::vector<int64_t> order, ranked, blocks, slots;
   std::vector<std::pair<int32_t, int32_t>> victims;
   std::vector<std::pair<int64_t, int64_t>> ahead;  // block, slot
@@ -47,15 +49,15 @@ void choose(const Row& row, int64_t group, const float* estimates, Scratch& s) {
   const int64_t n = row.last - row.first;
   s.score.resize(n);
   group_scores(estimates, group, n, s.score.data());
-  s.order.resize(n);
-  for (int64_t j = 0; j < n; ++j) s.order[j] = j;
+  keep_best(s.score, row.budget, s.sorted, s.order);
   s.ranked.clear();
   if (row.fetch_limit > 0) {
-    const auto reach = s.order.begin() + std::min(n, row.reach);
-    std::partial_sort(s.order.begin(), reach, s.order.end(), Better{s.score.data()});
-    s.ranked.assign(s.order.begin(), reach);
+    s.ranked.resize(n);
+    for (int64_t j = 0; j < n; ++j) s.ranked[j] = j;
+    const int64_t reach = std::min(n, row.reach);
+    std::partial_sort(s.ranked.begin(), s.ranked.begin() + reach, s.ranked.end(), Better{s.score.data()});
+    s.ranked.resize(reach);
   }
-  keep_best(s.score.data(), row.budget, s.order);
 }
 
 // The residency of one (row, head).
@@ -160,78 +162,123 @@ void store_token(const Layer& layer, const Row& row, int64_t head, int64_t row_i
   std::copy(v + from, v + from + dim, keys + (layer.block_size + offset) * dim);
 }
 
-void attend(const Layer& layer, const Row& row, const SketchLayer* sketch, const Work& work, int64_t pair, const float* q,
-            float* out, Scratch& s) {
+// The weighted values of what one (row, head) attends, [group, dim], before they are divided by the weights' sum. Weights
+// are exp(logit - best): `best` grows as logits are met.
+struct Sums {
+  int64_t group, dim;
+  float* out;
+  std::vector<float> best, mass;
+
+  Sums(int64_t group, int64_t dim, float* out)
+      : group(group), dim(dim), out(out), best(group, kMinusInfinity), mass(group, 0.0f) {
+    std::fill_n(out, group * dim, 0.0f);
+  }
+
+  void meet(int64_t g, float logit) {
+    if (logit <= best[g]) return;
+    const float scale = exp_negative(best[g] - logit);
+    for (int64_t d = 0; d < dim; ++d) out[g * dim + d] *= scale;
+    mass[g] *= scale;
+    best[g] = logit;
+  }
+};
+
+void attend_pages(const Layer& layer, const Row& row, const Work& work, int64_t pair, const float* q, Sums& sums,
+                  Scratch& s) {
   const int64_t head = pair % layer.num_heads, group = layer.group, dim = layer.head_dim, tokens = layer.block_size;
-  const int64_t count = work.num_blocks[pair], n = row.last - row.first, size = 2 * tokens * dim;
-  const int64_t length = (count - 1) * tokens + row.position % tokens + 1;
+  const int64_t count = work.num_blocks[pair], size = 2 * tokens * dim, stride = kTogether * tokens;
   const int64_t* pages = work.pages + pair * work.max_blocks;
-  const int64_t* chosen = work.chosen + pair * work.max_chosen;
-  const int64_t* chosen_end = chosen + work.num_chosen[pair];
-  float* coarse = work.coarse + pair * group * work.max_candidates;
   const BlockLoops loops = loops_for(dim);
-  s.logits.resize(group * length);
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t begin = i * tokens, here = std::min(tokens, length - begin);
-    const float* keys = pages[i] < 0 ? nullptr : layer.pool + (pages[i] * layer.num_heads + head) * size;
-    if (i + kAhead < count && pages[i + kAhead] >= 0)
-      prefetch(layer.pool + (pages[i + kAhead] * layer.num_heads + head) * size, tokens * dim * sizeof(float));
-    if (keys != nullptr) loops.score_tokens(q, keys, here, group, dim, s.logits.data() + begin, length);
-    else
-      for (int64_t g = 0; g < group; ++g) std::fill_n(s.logits.data() + g * length + begin, here, kMinusInfinity);
-  }
-  const bool has_tail = sketch != nullptr && sketch->kind != kMinMax;
-  double missed = 0;
-  s.token.resize(group);
-  for (int64_t g = 0; g < group; ++g) {
-    float* inside = s.logits.data() + g * length;
-    float* outside = coarse + g * n;
-    float best = max_of(inside, length);
-    if (has_tail) {
-      for (const int64_t* at = chosen; at != chosen_end; ++at) outside[*at] = kMinusInfinity;
-      best = std::max(best, max_of(outside, n));
+  float* logits = room_for(group * stride, s.logits);
+  const auto block_at = [&](int64_t i) {  // its keys, then its values
+    return i < count && pages[i] >= 0 ? layer.pool + (pages[i] * layer.num_heads + head) * size : nullptr;
+  };
+  const auto tokens_of = [&](int64_t i) { return i < count - 1 ? tokens : row.position % tokens + 1; };
+  for (int64_t first = 0; first < count; first += kTogether) {
+    const int64_t last = std::min(count, first + kTogether);
+    int64_t length = 0;
+    for (int64_t i = first; i < last; ++i) {
+      const float* keys = block_at(i);
+      if (keys == nullptr) continue;
+      loops.score_tokens(q, keys, tokens_of(i), group, dim, logits + length, stride, keys + tokens * dim);
+      length += tokens_of(i);
     }
-    const float mass = exponentiate(inside, length, best);
-    const float left_out = has_tail ? exponentiate(outside, n, best) : 0.0f;
-    missed += left_out / (mass + left_out);
-    s.token[g] = 1.0f / (mass + (row.use_tail ? left_out : 0.0f));
-  }
-  if (has_tail) work.missed_mass[pair] += missed;
-  std::fill(out, out + group * dim, 0.0f);
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t begin = i * tokens, here = std::min(tokens, length - begin);
-    if (pages[i] < 0) continue;
-    const float* values = layer.pool + (pages[i] * layer.num_heads + head) * size + tokens * dim;
-    if (i + kAhead < count && pages[i + kAhead] >= 0)
-      prefetch(layer.pool + (pages[i + kAhead] * layer.num_heads + head) * size + tokens * dim, tokens * dim * sizeof(float));
-    loops.add_values(s.logits.data() + begin, length, values, here, group, dim, out);
-  }
-  if (has_tail && row.use_tail) {
-    const int64_t* next = chosen;
-    for (int64_t j = 0; j < n; ++j) {
-      if (next != chosen_end && *next == j) {
-        ++next;
-        continue;
-      }
-      const int64_t at = row.host_blocks[row.first + j] * layer.num_heads + head;
-      const int8_t* mean = sketch->means + (at * 2 + 1) * dim;
-      const float mean_scale = half_to_float(sketch->mean_scales[at * 2 + 1]);
-      for (int64_t g = 0; g < group; ++g) {
-        const float weight = coarse[g * n + j] * mean_scale;
-        float* sum = out + g * dim;
-#pragma omp simd
-        for (int64_t d = 0; d < dim; ++d) sum[d] += weight * mean[d];
-      }
+    if (length == 0) continue;
+    for (int64_t g = 0; g < group; ++g) {
+      sums.meet(g, max_of(logits + g * stride, length));
+      sums.mass[g] += exponentiate(logits + g * stride, length, sums.best[g]);
+    }
+    length = 0;
+    for (int64_t i = first; i < last; ++i) {
+      const float* keys = block_at(i);
+      if (keys == nullptr) continue;
+      loops.add_values(logits + length, stride, keys + tokens * dim, tokens_of(i), group, dim, sums.out,
+                       block_at(i + kTogether));
+      length += tokens_of(i);
     }
   }
-  for (int64_t g = 0; g < group; ++g)
-    for (int64_t d = 0; d < dim; ++d) out[g * dim + d] *= s.token[g];
 }
 
-void scale_query(const Layer& layer, const float* q, Scratch& s) {
+// The candidates left out, by their mean values; weights [group, n].
+void add_tail(const Layer& layer, const Row& row, const SketchLayer& sketch, const Work& work, int64_t pair,
+              const float* weights, float* out, Scratch& s) {
+  const int64_t head = pair % layer.num_heads, group = layer.group, dim = layer.head_dim, n = row.last - row.first;
+  const int64_t *next = work.chosen + pair * work.max_chosen, *end = next + work.num_chosen[pair];
+  const BlockLoops loops = loops_for(dim);
+  float* values = room_for(kTailTogether * dim, s.values);
+  float* scaled = room_for(kTailTogether * group, s.logits);
+  int64_t count = 0;
+  const auto place = [&](int64_t j) {
+    return (row.host_blocks[row.first + std::min(j, n - 1)] * layer.num_heads + head) * 2 + 1;
+  };
+  for (int64_t j = 0; j < n; ++j) {
+    prefetch(sketch.means + place(j + kTailTogether) * dim, dim);
+    if (next != end && *next == j) {
+      ++next;
+    } else {
+      const int64_t at = place(j);
+      const int8_t* mean = sketch.means + at * dim;
+      const float mean_scale = half_to_float(sketch.mean_scales[at]);
+#pragma omp simd
+      for (int64_t d = 0; d < dim; ++d) values[count * dim + d] = mean[d];
+      for (int64_t g = 0; g < group; ++g) scaled[g * kTailTogether + count] = weights[g * n + j] * mean_scale;
+      ++count;
+    }
+    if (count < kTailTogether && j + 1 < n) continue;
+    loops.add_values(scaled, kTailTogether, values, count, group, dim, out, nullptr);
+    count = 0;
+  }
+}
+
+void attend(const Layer& layer, const Row& row, const SketchLayer* sketch, const Work& work, int64_t pair, const float* q,
+            float* out, Scratch& s) {
+  const int64_t group = layer.group, dim = layer.head_dim, n = row.last - row.first;
+  Sums sums(group, dim, out);
+  attend_pages(layer, row, work, pair, q, sums, s);
+  if (sketch != nullptr && sketch->kind != kMinMax) {
+    const int64_t *chosen = work.chosen + pair * work.max_chosen, *chosen_end = chosen + work.num_chosen[pair];
+    float* coarse = work.coarse + pair * group * work.max_candidates;
+    double missed = 0;
+    for (int64_t g = 0; g < group; ++g) {
+      float* outside = coarse + g * n;
+      for (const int64_t* at = chosen; at != chosen_end; ++at) outside[*at] = kMinusInfinity;
+      sums.meet(g, max_of(outside, n));
+      const float left_out = exponentiate(outside, n, sums.best[g]);
+      missed += left_out / (sums.mass[g] + left_out);
+      if (row.use_tail) sums.mass[g] += left_out;
+    }
+    work.missed_mass[pair] += missed;
+    if (row.use_tail) add_tail(layer, row, *sketch, work, pair, coarse, out, s);
+  }
+  for (int64_t g = 0; g < group; ++g)
+    for (int64_t d = 0; d < dim; ++d) out[g * dim + d] /= sums.mass[g];
+}
+
+const float* scale_query(const Layer& layer, const float* q, Scratch& s) {
   const float scale = 1.0f / std::sqrt(float(layer.head_dim));
-  s.query.resize(layer.group * layer.head_dim);
-  for (size_t d = 0; d < s.query.size(); ++d) s.query[d] = q[d] * scale;
+  float* scaled = room_for(layer.group * layer.head_dim, s.query);
+  for (int64_t d = 0; d < layer.group * layer.head_dim; ++d) scaled[d] = q[d] * scale;
+  return scaled;
 }
 
 }  // namespace
@@ -253,7 +300,7 @@ int64_t oasis_select(const Layer* layer, int64_t layer_index, const Row* rows, i
   score_rows(*layer, layer_index, rows, num_rows, q, *work, num_threads);
 #pragma omp parallel num_threads(num_threads)
   {
-    Scratch s;
+    thread_local Scratch s;
 #pragma omp for schedule(dynamic, 1)
     for (int64_t item = 0; item < int64_t(requests.size() - 1) * heads; ++item) {
       for (int64_t r = requests[item / heads]; r < requests[item / heads + 1]; ++r)
@@ -328,19 +375,20 @@ void oasis_attend(const Layer* layer, int64_t layer_index, const Row* rows, int6
   const int64_t heads = layer->num_heads, pairs = num_rows * heads, width = layer->group * layer->head_dim;
 #pragma omp parallel num_threads(num_threads)
   {
-    Scratch s;
+    thread_local Scratch s;
 #pragma omp for schedule(dynamic, 1)
     for (int64_t pair = 0; pair < pairs; ++pair) {
       const Row& row = rows[pair / heads];
-      scale_query(*layer, q + pair * width, s);
-      attend(*layer, row, sketch_of(row, layer_index), *work, pair, s.query.data(), out + pair * width, s);
+      const float* scaled = scale_query(*layer, q + pair * width, s);
+      attend(*layer, row, sketch_of(row, layer_index), *work, pair, scaled, out + pair * width, s);
     }
   }
 }
 
 // target[targets[i]] = source[sources[i]], whole blocks.
 void oasis_copy_blocks(char* target, const int64_t* targets, const char* source, const int64_t* sources, int64_t count,
-                       int64_t block_bytes) {
+                       int64_t block_bytes, int64_t num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
   for (int64_t i = 0; i < count; ++i)
     std::memcpy(target + targets[i] * block_bytes, source + sources[i] * block_bytes, block_bytes);
 }

@@ -27,7 +27,7 @@ _TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float}
 _SIGNATURES: dict[str, tuple[Any, str]] = {  # result, and the kinds of the arguments: pointer, number, float
     "oasis_select": (ctypes.c_int64, "pnpnppppn"),
     "oasis_attend": (None, "pnpnpppn"),
-    "oasis_copy_blocks": (None, "ppppnn"),
+    "oasis_copy_blocks": (None, "ppppnnn"),
     "oasis_linear": (None, "ppppnn"),
     "oasis_rope": (None, "pppppfpppnnnn"),
 }
@@ -217,10 +217,11 @@ def attend(library: ctypes.CDLL, layer: Layer, index: int, step: Step, q: torch.
     return out
 
 
-def block_copier(library: ctypes.CDLL) -> BlockCopy:
+def block_copier(library: ctypes.CDLL, *, alone: bool) -> BlockCopy:
     """A function (target, targets, source, sources): target[targets] = source[sources], any dtype.
 
-    target and source are [n, width], contiguous; targets and sources [m] int64.
+    target and source are [n, width], contiguous; targets and sources [m] int64. `alone`: nothing else computes
+    meanwhile, so it takes all of the threads and not only the caller's.
     """
 
     def copy(target: torch.Tensor, targets: torch.Tensor, source: torch.Tensor, sources: torch.Tensor) -> None:
@@ -231,6 +232,7 @@ def block_copier(library: ctypes.CDLL) -> BlockCopy:
             *(x.data_ptr() for x in (target, targets, source, sources)),
             targets.numel(),
             target.stride(0) * target.itemsize,
+            torch.get_num_threads() if alone else 1,
         )
 
     return copy

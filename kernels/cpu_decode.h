@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <vector>
 
@@ -85,11 +86,16 @@ struct Better {  // of two candidates; equal scores go to the lower one
   bool operator()(int64_t a, int64_t b) const { return score[a] > score[b] || (score[a] == score[b] && a < b); }
 };
 
-// Keeps the `count` best of the candidates in `order`, ascending.
-inline void keep_best(const float* score, int64_t count, std::vector<int64_t>& order) {
-  std::nth_element(order.begin(), order.begin() + count, order.end(), Better{score});
-  order.resize(count);
-  std::sort(order.begin(), order.end());
+// best: the `count` best of the candidates, ascending; there are more than that. `sorted` is a buffer.
+inline void keep_best(const std::vector<float>& score, int64_t count, std::vector<float>& sorted, std::vector<int64_t>& best) {
+  best.clear();
+  if (count == 0) return;
+  sorted = score;
+  std::nth_element(sorted.begin(), sorted.begin() + count - 1, sorted.end(), std::greater<float>());
+  const float least = sorted[count - 1];
+  int64_t equal = count - std::count_if(score.begin(), score.end(), [&](float x) { return x > least; });
+  for (size_t j = 0; j < score.size(); ++j)
+    if (score[j] > least || (score[j] == least && equal-- > 0)) best.push_back(int64_t(j));
 }
 
 inline const SketchLayer* sketch_of(const Row& row, int64_t layer_index) {

@@ -2,8 +2,8 @@
 // reads every weight once, so what counts is to stream them; a library's product for one row reaches a third of what the
 // memory gives.
 //
-// A row's result depends on that row alone: each output is summed over eight lanes along k, then across them, whatever rows
-// stand beside it and however many threads there are.
+// A row's result depends on that row alone: each output is summed over the lanes of a vector along k, then across them,
+// whatever rows stand beside it and however many threads there are.
 
 #include <algorithm>
 #include <cmath>
@@ -15,49 +15,52 @@
 
 namespace {
 
-constexpr int64_t kAhead = 16384;  // bytes: how far before their use weights are asked for
-constexpr int64_t kTileBytes = 1 << 16;  // weights that stay in a core's cache while all rows pass over them
+constexpr int64_t kAhead = 2048;  // bytes: how far before their use weights are asked for
+constexpr int64_t kTileBytes = 1 << 15;  // weights that stay in a core's cache while all rows pass over them
 
 // y[r * y_stride + j] = x[r]·w[j] for kRows rows and kOut outputs.
 template <int kRows, int kOut>
 void multiply(const float* x, int64_t x_stride, const float* w, int64_t size, float* y, int64_t y_stride) {
-  Eight sums[kRows][kOut] = {};
+  Wide sums[kRows][kOut];
+  for (int r = 0; r < kRows; ++r)
+    for (int j = 0; j < kOut; ++j) sums[r][j] = Wide{};
   int64_t k = 0;
-  for (; k + 8 <= size; k += 8) {
-    const char* ahead = reinterpret_cast<const char*>(w + kOut * (size + k)) + kAhead;
-    for (int j = 0; j < kOut; j += 2) __builtin_prefetch(ahead + j * 32, 0, 2);
-    Eight weights[kOut];
-    for (int j = 0; j < kOut; ++j) weights[j] = eight(w + j * size + k);
-    for (int r = 0; r < kRows; ++r) {
-      const Eight values = eight(x + r * x_stride + k);
-      for (int j = 0; j < kOut; ++j) sums[r][j] = multiply_add(weights[j], values, sums[r][j]);
+  for (; k + kWide <= size; k += kWide) {
+    prefetch(reinterpret_cast<const char*>(w + kOut * (size + k)) + kAhead, kOut * sizeof(Wide));
+    Wide values[kRows];
+    for (int r = 0; r < kRows; ++r) values[r] = wide(x + r * x_stride + k);
+    for (int j = 0; j < kOut; ++j) {
+      const Wide weights = wide(w + j * size + k);
+      for (int r = 0; r < kRows; ++r) sums[r][j] = multiply_add(weights, values[r], sums[r][j]);
     }
   }
   if (k < size) {
     for (int r = 0; r < kRows; ++r)
       for (int j = 0; j < kOut; ++j) {
-        Eight weights = {}, values = {};
+        Wide weights = {}, values = {};
         std::memcpy(&weights, w + j * size + k, (size - k) * sizeof(float));
         std::memcpy(&values, x + r * x_stride + k, (size - k) * sizeof(float));
         sums[r][j] = multiply_add(weights, values, sums[r][j]);
       }
   }
   for (int r = 0; r < kRows; ++r)
-    for (int j = 0; j < kOut; ++j) y[r * y_stride + j] = sum_of(sums[r][j]);
+    if constexpr (kOut == 4) four(y + r * y_stride) = sums_of(sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
+    else
+      for (int j = 0; j < kOut; ++j) y[r * y_stride + j] = sum_of(sums[r][j]);
 }
 
 template <int kRows>
 void multiply_outputs(const float* x, const float* w, int64_t size, int64_t num_outputs, float* y, int64_t y_stride) {
-  constexpr int kOut = kRows > 2 ? 2 : 4;
+  constexpr int kOut = kRows > 2 && kWide == 8 ? 2 : 4;  // what the registers hold
   int64_t j = 0;
   for (; j + kOut <= num_outputs; j += kOut) multiply<kRows, kOut>(x, size, w + j * size, size, y + j, y_stride);
   for (; j < num_outputs; ++j) multiply<kRows, 1>(x, size, w + j * size, size, y + j, y_stride);
 }
 
 void rms_norm(const float* x, const float* weight, float eps, int64_t size, float* y) {
-  Eight lanes = {};
+  Wide lanes = {};
   int64_t i = 0;
-  for (; i + 8 <= size; i += 8) lanes += eight(x + i) * eight(x + i);
+  for (; i + kWide <= size; i += kWide) lanes += wide(x + i) * wide(x + i);
   float sum = sum_of(lanes);
   for (; i < size; ++i) sum += x[i] * x[i];
   const float scale = 1.0f / std::sqrt(sum / float(size) + eps);
@@ -89,16 +92,17 @@ struct Linear {  // y = f(x) Wᵀ + bias + residual; null: left out
 void oasis_linear(const Linear* linear, const float* x, const float* residual, float* y, int64_t num_rows,
                   int64_t num_threads) {
   const int64_t inputs = linear->inputs, outputs = linear->outputs;
-  std::vector<float> scratch;
+  thread_local std::vector<Line> lines;
   if (linear->norm_weight != nullptr || linear->gated) {
-    scratch.resize(num_rows * inputs);
+    float* scratch = room_for(num_rows * inputs, lines);
     for (int64_t r = 0; r < num_rows; ++r)
-      if (linear->gated) gate(x + r * 2 * inputs, inputs, scratch.data() + r * inputs);
-      else rms_norm(x + r * inputs, linear->norm_weight, linear->norm_eps, inputs, scratch.data() + r * inputs);
-    x = scratch.data();
+      if (linear->gated) gate(x + r * 2 * inputs, inputs, scratch + r * inputs);
+      else rms_norm(x + r * inputs, linear->norm_weight, linear->norm_eps, inputs, scratch + r * inputs);
+    x = scratch;
   }
   const int64_t tile = std::max<int64_t>(4, kTileBytes / int64_t(sizeof(float)) / inputs / 4 * 4);
-#pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1)
+  // Guided: threads that take tiles in turn ask for each other's memory ahead of time, so each gets a long run first.
+#pragma omp parallel for num_threads(num_threads) schedule(guided)
   for (int64_t first = 0; first < outputs; first += tile) {
     const int64_t count = std::min(tile, outputs - first);
     const float* w = linear->weight + first * inputs;

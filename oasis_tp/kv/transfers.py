@@ -108,7 +108,10 @@ class Transfers:
         self._row_bytes = pool.rows.shape[1] * pool.rows.element_size()
         self._pool_blocks = pool.kv.view(-1, 2 * pool.rows.shape[1])  # [(layer, page, head), K and V of a block]
         self._host_blocks = host.kv.view(-1, 2 * host.rows.shape[1])  # [(layer, head, host block), the same]
-        self._copy = _gather if on_cuda else (_index_copy if library is None else cpu.block_copier(library))
+        self._copy: cpu.BlockCopy = _gather if on_cuda else _index_copy
+        self._copy_in_line: cpu.BlockCopy = self._copy
+        if library is not None and not on_cuda:
+            self._copy, self._copy_in_line = (cpu.block_copier(library, alone=alone) for alone in (False, True))
         self._epochs: defaultdict[int, int] = defaultdict(int)
         self._epochs_lock = threading.Lock()
         self._stores: list[_Order] = []
@@ -153,7 +156,7 @@ class Transfers:
             if self.pool.kv.is_cuda:
                 _index_copy(self._pool_blocks, targets, self._host_blocks, sources.cpu())
             else:
-                self._copy(self._pool_blocks, targets, self._host_blocks, sources)
+                self._copy_in_line(self._pool_blocks, targets, self._host_blocks, sources)
 
         self.engine.run(copy)
         return self._loaded(sources.numel())
