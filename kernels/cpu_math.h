@@ -77,8 +77,7 @@ inline Wide multiply_add(const Wide& a, const Wide& b, Wide c) {
 #endif
 }
 
-// Room for floats where no vector of them lies on two cache lines. Threads keep theirs from call to call: in a process whose
-// heap is in pieces, a thousand new buffers a step take as long as its block scores.
+// Room for floats where no vector of them lies on two cache lines. Threads keep theirs from call to call.
 struct alignas(64) Line {
   float floats[16];
 };
