@@ -85,7 +85,7 @@ def test_the_graph_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks: dict[int, torch.Tensor] = {}
     stale = property(lambda step: ticks.setdefault(id(step), step.inputs[-1:].clone()))
     monkeypatch.setattr(TritonStep, "tick", stale)
-    assert not gpu_check.check_graph(CPU, steps=3)
+    assert not gpu_check.check_graph(CPU, steps=4)
 
 
 def test_the_check_with_delays_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
